@@ -1,0 +1,248 @@
+"""The record of a run: run.json and metrics.jsonl in its directory. The contract of DESIGN section 7.
+
+No torch here: reports read records on machines that have none.
+"""
+
+import dataclasses
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from precexp.config import Arm, RunConfig, UserError, as_dict, config_hash, match_key
+
+SCHEMA = 1
+
+Status = Literal["running", "completed", "diverged", "failed", "interrupted"]
+
+
+class RecordError(UserError):
+    """A record that cannot be read, or a run directory that cannot be taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One optimizer step. None = not measured; losses in nats per predicted token."""
+
+    step: int
+    tokens: int  # served so far, this step's included
+    loss: float | None  # mean over all micro-batches of the step
+    eval_loss: float | None
+    grad_norm: float | None  # before clipping, of the unscaled gradients, in fp32
+    lr: float
+    loss_scale: float | None  # None: the recipe scales no loss
+    skipped: bool
+    step_seconds: float | None
+    peak_bytes: int | None  # CUDA: most allocated since the run began
+    probes: Mapping[str, float] | None
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """run.json. Every key is always present; null = not measured."""
+
+    schema: int = SCHEMA
+    run_id: str
+    status: Status = "running"
+    error: str | None = None
+    config_hash: str
+    match_key: str
+    arm: dict[str, object]
+    seed: int
+    config: dict[str, object]
+    environment: dict[str, object] = field(default_factory=dict)
+    evidence: dict[str, object] = field(
+        default_factory=lambda: {"init_hash": None, "data_hash": None, "data_hash_at": {}}
+    )
+    census: dict[str, object] | None = None
+    warnings: list[dict[str, object]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    memory: dict[str, object] = field(
+        default_factory=lambda: {"planned": None, "measured": None}
+    )
+    timing: dict[str, object] = field(default_factory=dict)
+    results: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """A run as read back: its directory, its run.json and its rows."""
+
+    directory: Path
+    record: RunRecord
+    rows: list[Row]
+
+    @property
+    def label(self) -> str:
+        return str(self.record.arm["label"])
+
+
+class RunWriter:
+    """Owns a run directory: holds its lock, writes run.json whole at each change, appends rows.
+
+    Leaving the context with an exception records `failed` (KeyboardInterrupt: `interrupted`).
+    Raises RecordError if the directory holds a run already or another process works in it.
+    """
+
+    def __init__(self, directory: Path, config: RunConfig, arm: Arm) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._lock = lock_directory(directory)
+        if (directory / "run.json").exists():
+            os.close(self._lock)
+            raise RecordError(f"{directory}: holds a run already; choose another name=")
+        self.record = RunRecord(
+            run_id=f"{config.name}-{arm.label}-seed-{config.seed}-{config_hash(config)[:8]}",
+            config_hash=config_hash(config),
+            match_key=match_key(config),
+            arm={**dataclasses.asdict(arm), "label": arm.label},
+            seed=config.seed,
+            config=as_dict(config),
+        )
+        self._replace()
+        self._rows = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and self.record.status == "running":
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self.update(
+                status="interrupted" if interrupted else "failed", error=one_line(error)
+            )
+        self._rows.close()
+        os.close(self._lock)
+
+    def write(self, row: Row) -> None:
+        """Appends the row; it is with the operating system when this returns."""
+        self._rows.write(to_json(dataclasses.asdict(row)) + "\n")
+        self._rows.flush()
+
+    def update(self, **changes: object) -> None:
+        """Changes keys of run.json and replaces the file."""
+        for key, value in changes.items():
+            assert hasattr(self.record, key), key
+            setattr(self.record, key, value)
+        self._replace()
+
+    def notice(self, text: str) -> None:
+        self.update(notices=[*self.record.notices, text])
+
+    def _replace(self) -> None:
+        write_json(self.directory / "run.json", dataclasses.asdict(self.record))
+
+
+def lock_directory(directory: Path) -> int:
+    """Takes the directory for this process until the returned descriptor closes.
+
+    The lock dies with its owner, however it dies. Raises RecordError if another holds it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise RecordError(
+            f"{directory}: another process works in it; choose another name="
+        ) from None
+    return descriptor
+
+
+def one_line(error: BaseException) -> str:
+    """The error's class and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """Strict JSON: the floats that JSON does not know become "nan", "inf", "-inf"."""
+    return json.dumps(_spell_floats(value), indent=indent, allow_nan=False)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replaces the file whole: a reader sees the old text or the new, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_run(directory: Path) -> RecordedRun:
+    """The run recorded in the directory. Raises RecordError if there is none that can be read."""
+    return RecordedRun(
+        directory=directory,
+        record=read_record(directory / "run.json"),
+        rows=list(_read_rows(directory / "metrics.jsonl")),
+    )
+
+
+def read_record(path: Path) -> RunRecord:
+    """run.json: an absent key reads as null, an unknown one is ignored, a newer schema refused."""
+    values = _read_object(path)
+    schema = values.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise RecordError(f"{path}: schema {schema!r}; this precexp reads up to {SCHEMA}")
+    known = {f.name for f in dataclasses.fields(RunRecord)}
+    required = {"run_id", "config_hash", "match_key", "arm", "seed", "config"}
+    if missing := sorted(required - values.keys()):
+        raise RecordError(f"{path}: no {missing[0]!r} in it; not a run.json of precexp")
+    return RunRecord(**{k: _read_floats(v) for k, v in values.items() if k in known})  # type: ignore[arg-type]
+
+
+def _read_rows(path: Path) -> Iterator[Row]:
+    if not path.exists():
+        return
+    names = [f.name for f in dataclasses.fields(Row)]
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return  # the writer was killed in the middle of this row
+            try:
+                values = json.loads(line)
+                yield Row(**{name: _read_floats(values.get(name)) for name in names})  # type: ignore[arg-type]
+            except (ValueError, AttributeError):
+                raise RecordError(f"{path}: line {number} is not a row") from None
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecordError(f"{path}: not found") from None
+    except (ValueError, OSError) as error:
+        raise RecordError(f"{path}: {one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise RecordError(f"{path}: not a JSON object")
+    return values
+
+
+_NAMED_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _spell_floats(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, Mapping):
+        return {str(key): _spell_floats(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_floats(item) for item in value]
+    return value
+
+
+def _read_floats(value: object) -> object:
+    """Undoes _spell_floats one level deep: the keys that hold numbers are at most there."""
+    if isinstance(value, str):
+        return _NAMED_FLOATS.get(value, value)
+    if isinstance(value, dict):
+        return {k: _NAMED_FLOATS.get(v, v) if isinstance(v, str) else v for k, v in value.items()}
+    return value
