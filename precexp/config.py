@@ -125,6 +125,7 @@ class PrecisionConfig:
     accumulation_dtype: Dtype | None
     state_dtype: Dtype
     kahan: bool
+    allow_emulated_bf16: bool
 
     def __post_init__(self) -> None:
         if self.param_dtype == "float16":
@@ -382,6 +383,7 @@ def _parse(kind: object, value: object, key: str) -> object:
     if origin in (types.UnionType, typing.Union):
         return _parse_union(arguments, value, key)
     if origin is tuple:
+        value = [value] if isinstance(value, str) else value
         if not isinstance(value, list):
             raise ConfigError(f"{key}: {value!r} is not a list; write [a,b]")
         return tuple(_parse(arguments[0], item, key) for item in value)

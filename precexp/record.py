@@ -139,6 +139,25 @@ class RunWriter:
     def notice(self, text: str) -> None:
         self.update(notices=[*self.record.notices, text])
 
+    def evidence(
+        self,
+        *,
+        init_hash: str | None = None,
+        data_hash: str | None = None,
+        at_step: int | None = None,
+    ) -> None:
+        """Records what shows that runs are matched: the fp32 init, the tokens served up to a step."""
+        evidence = self.record.evidence
+        if init_hash is not None:
+            evidence["init_hash"] = init_hash
+        if data_hash is not None:
+            evidence["data_hash"] = data_hash
+        if at_step is not None:
+            hashes = evidence["data_hash_at"]
+            assert isinstance(hashes, dict)
+            hashes[str(at_step)] = data_hash
+        self.update(evidence=evidence)
+
     def _replace(self) -> None:
         write_json(self.directory / "run.json", dataclasses.asdict(self.record))
 

@@ -1,0 +1,1 @@
+"""Measured ratios: each benchmark interleaves what it compares in one run."""

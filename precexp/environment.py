@@ -1,0 +1,80 @@
+"""The global switches of torch, set in one place at the start of a run, and what the run ran on."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from precexp import __version__
+from precexp.config import UserError
+
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "wandb")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of `device=`; UserError for cuda where torch sees no GPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        build = torch.version.cuda or "a CPU build"
+        raise UserError(
+            f"device: cuda is not there (torch {torch.__version__}, {build}); allowed here: auto, cpu"
+        )
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def set_switches(*, seed: int, deterministic: bool) -> None:
+    """Seeds what has no generator of its own (dropout) and sets torch's global flags for a run."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.manual_seed(seed)
+
+
+def describe(device: torch.device, *, attention: str) -> dict[str, object]:
+    """The `environment` of run.json: versions, device, flags. No host name, no user, no path."""
+    matmul = torch.backends.cuda.matmul
+    return {
+        "precexp": __version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": _device_name(device),
+        "cuda": torch.version.cuda,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "attention": attention,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "allow_tf32": matmul.allow_tf32,
+        "allow_fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
+        "allow_bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with "-dirty" if it was changed; None for an installed package."""
+    checkout = Path(__file__).parent.parent
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,146 @@
+"""runs.csv and arms.csv: every number in full, for programs. Unmeasured is an empty cell."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from precexp.report.build import (
+    ArmResult,
+    Group,
+    Report,
+    bytes_per_param,
+    mean_of,
+    measured_bytes,
+    result,
+    timing,
+)
+from precexp.report.read import ReportedRun
+from precexp.report.tables import verdict_of
+
+Cell = str | int | float | None
+
+
+def write_csvs(report: Report, output: Path) -> None:
+    """runs.csv, a row per planned or recorded run, and arms.csv, a row per arm and match group."""
+    _write_csv(output / "runs.csv", RUN_COLUMNS, [_run_row(run) for run in report.runs])
+    arms = [_arm_row(arm, group) for group in report.groups for arm in group.arms]
+    _write_csv(output / "arms.csv", ARM_COLUMNS, arms)
+
+
+RUN_COLUMNS = (
+    "run_id",
+    "arm",
+    "precision",
+    "optim",
+    "seed",
+    "status",
+    "error",
+    "steps",
+    "applied_steps",
+    "skipped_steps",
+    "tokens",
+    "final_eval_loss",
+    "final_train_loss",
+    "eval_perplexity",
+    "eval_bits_per_byte",
+    "tokens_per_second",
+    "step_seconds_median",
+    "weights_bytes_per_param",
+    "gradients_bytes_per_param",
+    "states_bytes_per_param",
+    "total_bytes_per_param",
+    "peak_allocated_bytes",
+    "init_hash",
+    "data_hash",
+    "config_hash",
+    "match_key",
+    "directory",
+)
+RESULTS = RUN_COLUMNS[7:15]
+TIMINGS = RUN_COLUMNS[15:17]
+
+
+def _run_row(run: ReportedRun) -> dict[str, Cell]:
+    record = run.record
+    arm = record.arm if record else {}
+    evidence = record.evidence if record else {}
+    return {
+        "run_id": record.run_id if record else None,
+        "arm": run.label,
+        "precision": _text(arm.get("precision")),
+        "optim": _text(arm.get("optim")),
+        "seed": run.seed,
+        "status": run.status,
+        "error": run.error,
+        **{key: result(run, key) for key in RESULTS},
+        **{key: timing(run, key) for key in TIMINGS},
+        **{
+            f"{part}_bytes_per_param": bytes_per_param(run, part)
+            for part in ("weights", "gradients", "states", "total")
+        },
+        "peak_allocated_bytes": measured_bytes(run, "peak_bytes"),
+        "init_hash": _text(evidence.get("init_hash")),
+        "data_hash": _text(evidence.get("data_hash")),
+        "config_hash": run.config_hash,
+        "match_key": record.match_key if record else None,
+        "directory": run.directory.as_posix(),
+    }
+
+
+ARM_COLUMNS = (
+    "label",
+    "precision",
+    "optim",
+    "num_seeds",
+    "num_diverged",
+    "final_eval_loss_mean",
+    "final_eval_loss_std",
+    "eval_bits_per_byte_mean",
+    "num_pairs",
+    "difference",
+    "ci_low",
+    "ci_high",
+    "margin",
+    "verdict",
+    "reason",
+    "tokens_per_second_mean",
+    "total_bytes_per_param",
+    "group",
+    "match_key",
+)
+
+
+def _arm_row(arm: ArmResult, group: Group) -> dict[str, Cell]:
+    against = arm.comparison
+    return {
+        "label": arm.label,
+        "precision": arm.precision,
+        "optim": arm.optim,
+        "num_seeds": arm.num_seeds,
+        "num_diverged": len(arm.diverged),
+        "final_eval_loss_mean": arm.loss_mean,
+        "final_eval_loss_std": arm.loss_std,
+        "eval_bits_per_byte_mean": arm.bits_per_byte,
+        "num_pairs": against.num_pairs if against else None,
+        "difference": against.difference if against else None,
+        "ci_low": against.ci_low if against else None,
+        "ci_high": against.ci_high if against else None,
+        "margin": group.margin,
+        "verdict": verdict_of(arm, group),
+        "reason": against.reason if against else None,
+        "tokens_per_second_mean": mean_of(arm.runs, timing, "tokens_per_second"),
+        "total_bytes_per_param": mean_of(arm.runs, bytes_per_param, "total"),
+        "group": group.title,
+        "match_key": group.match_key,
+    }
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Cell]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,201 @@
+"""Reads what a report is about: every run recorded or planned below some directories."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from precexp.config import UserError
+from precexp.record import RecordError, Row, RunRecord, Status, one_line, read_run
+
+SWEEP_SCHEMA = 1
+BLOCKS = ("arm", "config", "environment", "evidence", "memory", "timing", "results")
+LISTS = ("warnings", "notices")
+
+# `missing`: planned, and never started.
+ReportedStatus = Status | Literal["missing", "unreadable"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Curve:
+    """A run's rows as columns, one entry per step; nan where a loss was not measured or is nan."""
+
+    step: NDArray[np.int64]
+    loss: NDArray[np.float64]
+    eval_loss: NDArray[np.float64]
+
+    @property
+    def last_step(self) -> int:
+        return int(self.step[-1]) if len(self.step) else 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReportedRun:
+    """A run that is planned, recorded, or both. `record` is None if there is none to be read."""
+
+    directory: Path
+    planned: bool  # False: found in a sweep that no longer plans it
+    label: str | None  # of its arm
+    seed: int | None
+    config_hash: str | None
+    status: ReportedStatus
+    error: str | None
+    record: RunRecord | None
+    curve: Curve | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run that sweep.json promises."""
+
+    directory: Path
+    arm: str
+    seed: int
+    config_hash: str
+
+
+def read_runs(directories: Sequence[Path]) -> list[ReportedRun]:
+    """The planned runs of each sweep in its order, then the runs that no sweep plans, by path.
+
+    What cannot be read is a run with status `unreadable` and the reason as its error. Raises
+    UserError naming a directory that is not there or that holds neither a run nor a sweep.
+    """
+    found: dict[Path, ReportedRun] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            raise UserError(f"{directory}: no such directory; give the folder of a run or a sweep")
+        below = list(_runs_below(directory))
+        if not below:
+            raise UserError(f"{directory}: no run.json and no sweep.json in it or below it")
+        for run in below:
+            found.setdefault(run.directory.resolve(), run)
+    return list(found.values())
+
+
+def number(values: Mapping[str, object] | None, key: str) -> float | None:
+    """The number under the key; None if it was not measured."""
+    value = (values or {}).get(key)
+    return value if isinstance(value, int | float) else None
+
+
+def block(values: Mapping[str, object] | None, key: str) -> Mapping[str, object]:
+    """The block of keys under the key; empty if it was not measured."""
+    value = (values or {}).get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _runs_below(directory: Path) -> Iterator[ReportedRun]:
+    sweeps = sorted(path.parent for path in directory.rglob("sweep.json"))
+    planned = set()
+    for sweep in sweeps:
+        try:
+            plan = read_plan(sweep / "sweep.json")
+        except RecordError as error:
+            yield _unreadable(sweep / "sweep.json", error, planned=True)
+            continue
+        for run in plan:
+            planned.add(run.directory)
+            yield _read(run.directory, plan=run, planned=True)
+    for path in sorted(directory.rglob("run.json")):
+        if path.parent not in planned:
+            yield _read(path.parent, planned=not any(sweep in path.parents for sweep in sweeps))
+
+
+def read_plan(path: Path) -> list[PlannedRun]:
+    """The runs that a sweep.json plans. Raises RecordError if it cannot be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        schema = values["schema"]
+        if not isinstance(schema, int) or schema > SWEEP_SCHEMA:
+            raise RecordError(f"{path}: schema {schema!r}; this precexp reads up to {SWEEP_SCHEMA}")
+        return [
+            PlannedRun(
+                directory=path.parent / run["directory"],
+                arm=run["arm"],
+                seed=run["seed"],
+                config_hash=run["config_hash"],
+            )
+            for run in values["runs"]
+        ]
+    except RecordError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path}: not a sweep.json of precexp ({one_line(error)})") from None
+
+
+def _read(directory: Path, *, planned: bool, plan: PlannedRun | None = None) -> ReportedRun:
+    if plan is not None and not (directory / "run.json").exists():
+        return ReportedRun(
+            directory=directory,
+            planned=planned,
+            label=plan.arm,
+            seed=plan.seed,
+            config_hash=plan.config_hash,
+            status="missing",
+            error="planned, but never started",
+            record=None,
+            curve=None,
+        )
+    try:
+        recorded = read_run(directory)
+        _check_blocks(recorded.record)
+        return ReportedRun(
+            directory=directory,
+            planned=planned,
+            label=recorded.label,
+            seed=recorded.record.seed,
+            config_hash=recorded.record.config_hash,
+            status=recorded.record.status,
+            error=recorded.record.error,
+            record=recorded.record,
+            curve=_curve(recorded.rows),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:  # whatever is in a broken file
+        return _unreadable(directory, error, planned=planned, plan=plan)
+
+
+def _check_blocks(record: RunRecord) -> None:
+    """null reads as empty; a block that is something else makes the record unreadable."""
+    for name in BLOCKS:
+        value = getattr(record, name) or {}
+        if not isinstance(value, dict):
+            raise RecordError(f"run.json: {name} is not a block of keys")
+        setattr(record, name, value)
+    for name in LISTS:
+        value = getattr(record, name) or []
+        if not isinstance(value, list):
+            raise RecordError(f"run.json: {name} is not a list")
+        setattr(record, name, value)
+
+
+def _unreadable(
+    path: Path, error: Exception, *, planned: bool, plan: PlannedRun | None = None
+) -> ReportedRun:
+    reason = str(error) if isinstance(error, UserError) else f"{path}: {one_line(error)}"
+    return ReportedRun(
+        directory=path,
+        planned=planned,
+        label=plan.arm if plan else None,
+        seed=plan.seed if plan else None,
+        config_hash=plan.config_hash if plan else None,
+        status="unreadable",
+        error=reason,
+        record=None,
+        curve=None,
+    )
+
+
+def _curve(rows: Sequence[Row]) -> Curve:
+    return Curve(
+        step=np.array([row.step for row in rows], dtype=np.int64),
+        loss=_column([row.loss for row in rows]),
+        eval_loss=_column([row.eval_loss for row in rows]),
+    )
+
+
+def _column(values: Sequence[float | None]) -> NDArray[np.float64]:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)

@@ -1,0 +1,61 @@
+"""How verdicts and numbers are spelled for people, and tables of them in Markdown."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from precexp.report.build import ArmResult, Group
+
+MIB = 2**20
+NOTHING = "–"  # not measured
+
+
+def verdict_of(arm: ArmResult, group: Group) -> str | None:
+    """The arm's verdict; `reference` for the reference, None where there is nothing to compare."""
+    if arm.comparison is not None:
+        return arm.comparison.verdict
+    return "reference" if arm.label == group.reference and len(group.arms) > 1 else None
+
+
+def fixed(value: float | None, digits: int = 4, *, sign: bool = False) -> str:
+    """The number with so many decimals, or a dash."""
+    if value is None:
+        return NOTHING
+    return f"{value:{'+' if sign else ''}.{digits}f}" if math.isfinite(value) else str(value)
+
+
+def whole(value: float | None) -> str:
+    """The number rounded, with thousands set apart."""
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def short(value: float | None) -> str:
+    """The number in at most four significant digits."""
+    return NOTHING if value is None else f"{value:.4g}"
+
+
+def mib(num_bytes: float | None) -> str:
+    """Bytes in MiB = 2^20 bytes."""
+    return "not measured" if num_bytes is None else f"{num_bytes / MIB:,.1f}"
+
+
+def percent(fraction: float) -> str:
+    """0.005 as 0.5 %."""
+    return f"{100 * fraction:.3g} %"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 run, 2 runs."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table."""
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(escape(cell) for cell in row)} |"
+
+
+def escape(text: str) -> str:
+    """The text on one line, without what would break a table."""
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,267 @@
+"""One experiment from start to finish."""
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from precexp import environment
+from precexp.checkpoint import save_checkpoint
+from precexp.config import Arm, DataConfig, ModelConfig, RunConfig, TrainConfig, UserError
+from precexp.data import Batches, TokenBlocks, eval_subset, load_blocks
+from precexp.memory import ledger
+from precexp.model import build_model, init_hash, read_model_config
+from precexp.optim import build_optimizer, promised_states
+from precexp.precision import Census, Precision, build_precision, check_census, take_census
+from precexp.progress import Progress
+from precexp.record import Row, RunRecord, RunWriter
+from precexp.tracking import Tracker, check_login
+from precexp.train import checkpoints_at, has_diverged, train
+
+
+def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
+    """Trains and records one run in its directory; returns its record, completed or diverged.
+
+    Any exception leaves the record `failed` (or `interrupted`) and goes on to the caller.
+    """
+    began = time.perf_counter()
+    device = environment.pick_device(config.device)
+    environment.set_switches(seed=config.seed, deterministic=config.deterministic)
+    precision = build_precision(config.precision, device=device)
+    with (
+        RunWriter(directory, config, arm) as record,
+        Tracker(config.wandb, record.record, directory=directory, group=config.name) as tracker,
+    ):
+        record.update(environment=environment.describe(device, attention=config.model.attention))
+        baseline = ledger.start(device)
+        blocks = read_blocks(config.model, config.data)
+        total_steps = steps_of(config.train, blocks)
+        model = build_model(config.model, seed=config.seed)
+        record.evidence(init_hash=init_hash(model))
+        place(model, precision, device=device, compiled=config.model.compile)
+        record.update(census=take_census(model).as_record())
+        after_init = ledger.allocated_bytes(device)
+        optimizer = build_optimizer(model.parameters(), config.optim, config.train)
+        scaler = precision.build_scaler()
+        batches = Batches(blocks.train, batch_size=config.train.batch_size, seed=config.seed)
+        promised = precision.promised() | promised_states(
+            config.optim, param_dtype=precision.param_dtype
+        )
+        eval_blocks = eval_subset(blocks.eval, _num_eval_blocks(config.train))
+        _tell(record, [*blocks.notices, *_notices(config, device), *tracker.notices])
+        outcome = Outcome(began=began, eval_bytes_per_token=blocks.eval_bytes_per_token)
+
+        with Progress(total_steps, log_every=config.train.log_every, label=arm.label) as progress:
+            for event in train(
+                model,
+                optimizer,
+                batches,
+                precision,
+                config.train,
+                scaler=scaler,
+                eval_blocks=eval_blocks,
+                total_steps=total_steps,
+            ):
+                if isinstance(event, Census):
+                    record.update(census=event.as_record())
+                    check_census(event, promised)
+                    print(event.summary(), file=sys.stderr)
+                    continue
+                for sink in (record, tracker, progress, outcome):
+                    sink.write(event)
+                if event.eval_loss is not None:
+                    record.evidence(data_hash=batches.data_hash, at_step=event.step)
+                if checkpoints_at(event.step, config.train, total_steps=total_steps):
+                    save_checkpoint(
+                        directory / "checkpoints",
+                        step=event.step,
+                        model=model,
+                        optimizer=optimizer,
+                        scaler=scaler,
+                        batches=batches,
+                        config_hash=record.record.config_hash,
+                    )
+
+        record.evidence(data_hash=batches.data_hash)
+        record.update(
+            status=outcome.status,
+            error=outcome.error,
+            results=outcome.results(),
+            timing=outcome.timing(),
+            memory={
+                "planned": None,
+                "measured": ledger.measured(device, baseline=baseline, after_init=after_init),
+            },
+        )
+        tracker.finish(record.record)
+        _tell(record, tracker.notices)  # what went wrong with wandb on the way
+        return record.record
+
+
+def preflight(config: RunConfig) -> None:
+    """Finds a user's mistake before anything is written; UserError says it in one line.
+
+    Builds the token cache on the way, since only the tokens show whether the text is long enough.
+    """
+    device = environment.pick_device(config.device)
+    build_precision(config.precision, device=device)
+    check_login(config.wandb)
+    steps_of(config.train, read_blocks(config.model, config.data))
+
+
+@cache
+def read_blocks(model: ModelConfig, data: DataConfig) -> TokenBlocks:
+    """The tokens that the model will be given; UserError if it has no place for them."""
+    architecture = read_model_config(model)
+    positions = getattr(architecture, "max_position_embeddings", None)
+    if positions is not None and data.block_size > positions:
+        raise UserError(
+            f"data.block_size: {data.block_size} is more than the {positions} positions of "
+            f"model={model.name}; allowed: 2 to {positions}"
+        )
+    return load_blocks(
+        data,
+        model_path=model.path,
+        vocab_size=architecture.vocab_size,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def steps_of(config: TrainConfig, blocks: TokenBlocks) -> int:
+    """The number of optimizer steps; UserError if an epoch has not even one."""
+    if config.max_steps is not None:
+        return config.max_steps
+    assert config.epochs is not None
+    per_step = config.batch_size * config.grad_accumulation
+    steps = config.epochs * len(blocks.train) // per_step
+    if steps == 0:
+        raise UserError(
+            f"train.epochs: {config.epochs} epochs of {len(blocks.train)} blocks make no step of "
+            f"{per_step} blocks; allowed: more epochs, or a train.batch_size of at most "
+            f"{config.epochs * len(blocks.train) // config.grad_accumulation}"
+        )
+    return steps
+
+
+def place(
+    model: PreTrainedModel, precision: Precision, *, device: torch.device, compiled: bool
+) -> None:
+    """Casts the fp32 model to the recipe's parameters and moves it to the device."""
+    precision.cast_parameters(model)
+    model.to(device)  # type: ignore[arg-type]
+    if compiled:
+        model.compile()
+
+
+@dataclass
+class Outcome:
+    """What a run comes to, gathered from its rows."""
+
+    began: float  # time.perf_counter() at the start of the run
+    eval_bytes_per_token: float
+    loop_began: float = field(default_factory=time.perf_counter)
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    last: Row | None = None
+    skipped_steps: int = 0
+    setup_seconds: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
+
+    def write(self, row: Row) -> None:
+        if self.setup_seconds is None:
+            self.setup_seconds = time.perf_counter() - self.began - (row.step_seconds or 0.0)
+        self.last = row
+        self.skipped_steps += row.skipped
+        if row.step_seconds is not None:
+            self.step_seconds.append(row.step_seconds)
+
+    @property
+    def status(self) -> str:
+        return "diverged" if self.last is not None and has_diverged(self.last) else "completed"
+
+    @property
+    def error(self) -> str | None:
+        if self.last is None or self.status == "completed":
+            return None
+        in_training = not math.isfinite(self.last.loss or 0.0)
+        name, loss = ("loss", self.last.loss) if in_training else ("eval loss", self.last.eval_loss)
+        return f"{name} {loss} at step {self.last.step}"
+
+    def results(self) -> dict[str, object]:
+        """The `results` of run.json; losses in nats per token."""
+        assert self.last is not None
+        loss = self.last.eval_loss
+        return {
+            "final_eval_loss": loss,
+            "final_train_loss": self.last.loss,
+            "eval_perplexity": None if loss is None else _exp(loss),
+            "eval_bits_per_byte": None
+            if loss is None
+            else loss / math.log(2) / self.eval_bytes_per_token,
+            "steps": self.last.step,
+            "applied_steps": self.last.step - self.skipped_steps,
+            "skipped_steps": self.skipped_steps,
+            "tokens": self.last.tokens,
+        }
+
+    def timing(self) -> dict[str, object]:
+        """Seconds; tokens per second over the steps alone, the first (which warms up) left out.
+
+        Call it when the loop ends: `loop_seconds` is all of it, evaluations and records included.
+        """
+        assert self.last is not None
+        timed = self.step_seconds[1:]
+        tokens_per_step = self.last.tokens / self.last.step
+        return {
+            "started": self.started,
+            "setup_seconds": self.setup_seconds,
+            "first_step_seconds": self.step_seconds[0],
+            "step_seconds_median": statistics.median(timed) if timed else None,
+            "tokens_per_second": tokens_per_step * len(timed) / sum(timed) if timed else None,
+            "loop_seconds": time.perf_counter() - self.loop_began,
+            "total_seconds": time.perf_counter() - self.began,
+        }
+
+
+def _num_eval_blocks(config: TrainConfig) -> int | None:
+    return None if config.eval_batches is None else config.eval_batches * config.eval_batch_size
+
+
+def _notices(config: RunConfig, device: torch.device) -> list[str]:
+    notices = []
+    if device.type == "cpu" and config.precision.autocast_dtype == "float16":
+        notices.append("fp16 on a CPU is about 20 times slower than fp32 or bf16; meant for tests")
+    if config.model.dropout:
+        notices.append(
+            f"model.dropout={config.model.dropout}: masks differ between dtypes, so the arms are "
+            "matched in distribution only"
+        )
+    return notices
+
+
+def _tell(record: RunWriter, notices: Sequence[str]) -> None:
+    """Records and prints the notices that the record has not got yet."""
+    for notice in notices:
+        if notice not in record.record.notices:
+            record.notice(notice)
+            _say_once(notice)
+
+
+@cache
+def _say_once(notice: str) -> None:
+    """Prints a notice, unless an earlier run of this process said the same."""
+    print(notice, file=sys.stderr, flush=True)
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,223 @@
+"""The training step and the loop: a generator of rows. It logs, prints and writes nothing."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from precexp.config import TrainConfig
+from precexp.data import Batches
+from precexp.optim import lr_at
+from precexp.precision import Census, Precision, take_census
+from precexp.record import Row
+
+IGNORED = -100  # cross_entropy's label of a position with nothing to predict
+
+
+def train(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    precision: Precision,
+    config: TrainConfig,
+    *,
+    scaler: torch.amp.GradScaler,
+    eval_blocks: np.ndarray,
+    total_steps: int,
+) -> Iterator[Row | Census]:
+    """Yields a Row per optimizer step in order and, once, the Census of the first applied step.
+
+    Ends after `total_steps`, or with the first row whose loss or eval loss is not finite. On CUDA,
+    rows come in bursts, since between log steps nothing waits for the device; at a step that
+    evaluates or checkpoints, the model is as it was after that step when its row comes.
+    """
+    device = next(model.parameters()).device
+    params = list(model.parameters())
+    pending: list[_PendingRow] = []
+    census_due = True
+    served = 0
+    for step in range(1, total_steps + 1):
+        watch = _Stopwatch(device)
+        lr = lr_at(step, config, total_steps=total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        micro_batches = [batches.next_batch() for _ in range(config.grad_accumulation)]
+        loss, logits = accumulate_gradients(model, micro_batches, precision, scaler)
+        scaler.unscale_(optimizer)
+        norm = clip_gradients(params, config.max_grad_norm)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = scaler.get_scale() < scale
+        if census_due and not skipped:
+            yield take_census(model, optimizer=optimizer, logits=logits, loss=loss)
+            census_due = False
+        optimizer.zero_grad(set_to_none=True)
+        watch.stop()
+
+        served += sum(batch.numel() for batch in micro_batches)
+        row = Row(
+            step=step,
+            tokens=served,
+            loss=None,
+            eval_loss=None,
+            grad_norm=None,
+            lr=lr,
+            loss_scale=scale if scaler.is_enabled() else None,
+            skipped=skipped,
+            step_seconds=None,
+            peak_bytes=_peak_bytes(device),
+            probes=None,
+        )
+        pending.append(_PendingRow(row=row, loss=loss, grad_norm=norm, watch=watch))
+        evaluates = step == total_steps or step % config.eval_every == 0
+        if device.type == "cuda" and not (
+            evaluates
+            or step % config.log_every == 0
+            or checkpoints_at(step, config, total_steps=total_steps)
+        ):
+            continue
+        rows = _settle(pending)
+        pending.clear()
+        if evaluates and not any(has_diverged(row) for row in rows):
+            eval_loss = evaluate(model, eval_blocks, precision, batch_size=config.eval_batch_size)
+            rows[-1] = replace(rows[-1], eval_loss=eval_loss)
+        for row in rows:
+            yield row
+            if has_diverged(row):
+                return
+
+
+def checkpoints_at(step: int, config: TrainConfig, *, total_steps: int) -> bool:
+    """Whether a checkpoint is due after the step: every so often and at the end, or never."""
+    every = config.checkpoint_every
+    return every is not None and (step == total_steps or step % every == 0)
+
+
+def has_diverged(row: Row) -> bool:
+    """Whether a loss of the row was measured and is not finite."""
+    return not all(math.isfinite(x) for x in (row.loss, row.eval_loss) if x is not None)
+
+
+def accumulate_gradients(
+    model: PreTrainedModel,
+    micro_batches: Sequence[Tensor],
+    precision: Precision,
+    scaler: torch.amp.GradScaler,
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward over CPU token ids [batch, block] each, gradients summed into `.grad`.
+
+    Returns the mean loss over all micro-batches (0-dim, fp32, on the device) and the last logits'
+    shape and dtype (a meta tensor: the logits themselves are large and no longer needed).
+    """
+    device = next(model.parameters()).device
+    losses = []
+    for batch in micro_batches:
+        ids = batch.to(device, non_blocking=True)
+        with precision.forward_context():
+            logits = model(input_ids=ids).logits
+            loss = next_token_loss(logits, ids)
+        scaler.scale(loss / len(micro_batches)).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean(), logits.detach().to("meta")
+
+
+def next_token_loss(logits: Tensor, ids: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Cross-entropy of logits [batch, block, vocab] on the next token of ids, in fp32, nats.
+
+    The last position of a block predicts nothing, so a block has block_size - 1 losses.
+    """
+    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORED)
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+    )
+
+
+def clip_gradients(params: Sequence[Tensor], max_norm: float | None) -> Tensor:
+    """Scales the gradients down to `max_norm`; returns their norm before (0-dim fp32, no sync).
+
+    The norm is computed in fp32 whatever the gradients' dtype: a bf16 norm has 3 digits.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def evaluate(
+    model: PreTrainedModel, blocks: np.ndarray, precision: Precision, *, batch_size: int
+) -> float:
+    """The float64 mean over all predicted tokens of blocks [n, block_size] of fp32 losses, in nats.
+
+    Uses the stored parameters in the recipe's own forward; the mean weighs every token alike, so it
+    does not depend on how blocks fall into batches.
+    """
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    model.eval()
+    for start in range(0, len(blocks), batch_size):
+        ids = torch.from_numpy(blocks[start : start + batch_size].astype(np.int64)).to(device)
+        with precision.forward_context():
+            losses = next_token_loss(model(input_ids=ids).logits, ids, reduction="none")
+        total += losses.sum(dtype=torch.float64)
+    model.train()
+    return total.item() / (len(blocks) * (blocks.shape[1] - 1))
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+class _Stopwatch:
+    """Times a step without waiting for the device: CUDA events there, the clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._start = self._now()
+
+    def stop(self) -> None:
+        self._end = self._now()
+
+    def seconds(self) -> float:
+        """The time between start and stop; on CUDA, valid after the device has come so far."""
+        if isinstance(self._start, float):
+            assert isinstance(self._end, float)
+            return self._end - self._start
+        assert not isinstance(self._end, float)
+        return self._start.elapsed_time(self._end) / 1000
+
+    def _now(self) -> "float | torch.cuda.Event":
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PendingRow:
+    """A row whose loss, norm and time may still be on the device."""
+
+    row: Row
+    loss: Tensor
+    grad_norm: Tensor
+    watch: _Stopwatch
+
+
+def _settle(pending: Sequence[_PendingRow]) -> list[Row]:
+    """The rows with their losses and norms, read from the device at once."""
+    losses = torch.stack([p.loss for p in pending]).tolist()
+    norms = torch.stack([p.grad_norm for p in pending]).tolist()
+    return [
+        replace(p.row, loss=loss, grad_norm=norm, step_seconds=p.watch.seconds())
+        for p, loss, norm in zip(pending, losses, norms, strict=True)
+    ]

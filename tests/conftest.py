@@ -1,0 +1,9 @@
+"""Keeps every test off the network, off the user's caches, and on at most two threads."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before any test imports torch
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "disabled"
+for secret in ("WANDB_API_KEY", "HF_TOKEN"):
+    os.environ.pop(secret, None)
