@@ -79,7 +79,7 @@ def test_offline_takes_effect_on_libraries_imported_before(tmp_path):
     script = """
 import time
 import datasets, transformers
-from precexp import text, tokenizer
+from precexp.data import text, tokenizer
 from precexp.config import UserError
 from precexp.data.tokenizer import BUNDLED
 import pathlib, sys

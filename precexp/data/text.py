@@ -21,7 +21,7 @@ from precexp.hub import hub_error, prepare_hub
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = Path(__file__).parents[1] / "corpus"
 
 # File name endings, and who reads them: ourselves or the loader of `datasets` of that name.
 FORMATS = {

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerBase
 
-BUNDLED = Path(__file__).parent / "corpus" / "tokenizer.json"
+BUNDLED = Path(__file__).parents[1] / "corpus" / "tokenizer.json"
 
 # What ends a document in a tokenizer that names no end-of-text token itself.
 _SEPARATORS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
