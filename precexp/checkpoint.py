@@ -35,7 +35,7 @@ def save_checkpoint(
     partial = directory / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    names = {param: name for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     files = {
         "model.safetensors": {name: param.detach() for param, name in names.items()},
         "optimizer.safetensors": {

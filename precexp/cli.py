@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from precexp import __version__
-from precexp.config import RunConfig, UserError, arm_of, conf_dir, load
+from precexp.config import UserError, arm_of, conf_dir, load
 from precexp.record import lock_directory, read_record
 from precexp.sweep import (
     PlannedRun,
@@ -174,9 +174,7 @@ def _jobs(hydra: Hydra, master: DictConfig) -> list[DictConfig]:
     ]
 
 
-def _compose(
-    hydra: Hydra, config_name: str, overrides: list[str], mode: RunMode
-) -> DictConfig:
+def _compose(hydra: Hydra, config_name: str, overrides: list[str], mode: RunMode) -> DictConfig:
     return _telling_unknown_keys(
         lambda changed: hydra.compose_config(
             config_name, changed, run_mode=mode, with_log_configuration=False
@@ -224,8 +222,12 @@ def _planned_in_sweep(composed: DictConfig, directory: Path) -> PlannedRun:
 @cache
 def _choices_alone(precision: str, optim: str) -> DictConfig:
     """The config composed from the two choices and nothing else."""
-    return GlobalHydra.instance().config_loader().load_configuration(
-        CONFIG_NAME, [f"precision={precision}", f"optim={optim}"], run_mode=RunMode.RUN
+    return (
+        GlobalHydra.instance()
+        .config_loader()
+        .load_configuration(
+            CONFIG_NAME, [f"precision={precision}", f"optim={optim}"], run_mode=RunMode.RUN
+        )
     )
 
 

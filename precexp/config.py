@@ -105,9 +105,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 2, "data.block_size", self.block_size, "at least 2")
-        _require(
-            0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "in (0, 1)"
-        )
+        _require(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "in (0, 1)")
         if self.source == "files" and not self.train_files:
             raise ConfigError("data.train_files: give at least one file, as [a.txt,b.txt]")
         if self.source == "dataset" and self.path is None:
@@ -131,7 +129,7 @@ class PrecisionConfig:
         if self.param_dtype == "float16":
             raise ConfigError(
                 "precision.param_dtype: float16 weights are refused, because eps and small updates "
-                "underflow in them; allowed: float32, bfloat16 (precision=fp16_amp is fp16 training)"
+                "underflow in them; allowed: float32, bfloat16 (fp16 training is fp16_amp)"
             )
         if self.state_dtype == "float16":
             raise ConfigError(

@@ -19,7 +19,8 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         build = torch.version.cuda or "a CPU build"
         raise UserError(
-            f"device: cuda is not there (torch {torch.__version__}, {build}); allowed here: auto, cpu"
+            f"device: cuda is not there (torch {torch.__version__}, {build}); "
+            "allowed here: auto, cpu"
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

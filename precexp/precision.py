@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from precexp.config import PrecisionConfig, UserError
 
-# The first capability with bf16 matrix units: below it, torch emulates bf16 and is slower than fp32.
+# The first capability with bf16 matrix units: below it, torch emulates bf16, slower than fp32.
 NATIVE_BF16_CAPABILITY = (8, 0)
 
 STEP = "step"  # an optimizer's step counter: listed in the census, no state of a parameter
@@ -36,7 +36,7 @@ class Precision:
         return self.autocast_dtype or self.param_dtype
 
     def cast_parameters(self, model: nn.Module) -> None:
-        """Casts the parameters in place, tied ones once, and never a buffer: rotary ones need fp32."""
+        """Casts the parameters in place, tied ones once; never a buffer: rotary ones need fp32."""
         for param in model.parameters():
             param.data = param.data.to(self.param_dtype)
             if self.gradient_dtype != self.param_dtype:
@@ -70,7 +70,7 @@ class Precision:
 
 
 def build_precision(config: PrecisionConfig, *, device: torch.device) -> Precision:
-    """The recipe on the device; UserError where the device has no bf16 and none was asked to bear it."""
+    """The recipe on the device; UserError where it has bf16 and the device would emulate that."""
     param_dtype = torch_dtype(config.param_dtype)
     gradient_dtype = torch_dtype(config.accumulation_dtype or config.param_dtype)
     autocast_dtype = torch_dtype(config.autocast_dtype) if config.autocast_dtype else None
@@ -103,10 +103,11 @@ def _require_native_bf16(device: torch.device) -> None:
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < NATIVE_BF16_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
         have, need = (".".join(map(str, c)) for c in (capability, NATIVE_BF16_CAPABILITY))
         raise UserError(
-            f"precision: {torch.cuda.get_device_name(device)} has no native bf16 (capability {have}, "
-            f"needed {need}); allowed here: fp32, fp16_amp, or precision.allow_emulated_bf16=true"
+            f"precision: {name} has no native bf16 (capability {have}, needed {need}); "
+            "allowed here: fp32, fp16_amp, or precision.allow_emulated_bf16=true"
         )
 
 
@@ -122,7 +123,7 @@ class TensorCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """What dtypes are in the program. `gradients` and states are absent until a step was applied."""
+    """What dtypes are in the program; gradients and states come with the first applied step."""
 
     num_parameters: int
     tensors: tuple[TensorCount, ...]
@@ -206,7 +207,7 @@ def take_census(
 
 
 def check_census(census: Census, promised: Mapping[str, torch.dtype]) -> None:
-    """Raises CensusError naming the first role whose dtypes in the census are not the promised one."""
+    """Raises CensusError naming the first role that has not just the promised dtype."""
     for role, dtype in promised.items():
         found = census.dtypes(role)
         if found != {dtype}:

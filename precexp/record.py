@@ -1,4 +1,4 @@
-"""The record of a run: run.json and metrics.jsonl in its directory. The contract of DESIGN section 7.
+"""The record of a run: run.json and metrics.jsonl in its directory (docs/record.md).
 
 No torch here: reports read records on machines that have none.
 """
@@ -62,9 +62,7 @@ class RunRecord:
     census: dict[str, object] | None = None
     warnings: list[dict[str, object]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    memory: dict[str, object] = field(
-        default_factory=lambda: {"planned": None, "measured": None}
-    )
+    memory: dict[str, object] = field(default_factory=lambda: {"planned": None, "measured": None})
     timing: dict[str, object] = field(default_factory=dict)
     results: dict[str, object] = field(default_factory=dict)
 
@@ -118,9 +116,7 @@ class RunWriter:
     ) -> None:
         if error is not None and self.record.status == "running":
             interrupted = isinstance(error, KeyboardInterrupt)
-            self.update(
-                status="interrupted" if interrupted else "failed", error=one_line(error)
-            )
+            self.update(status="interrupted" if interrupted else "failed", error=one_line(error))
         self._rows.close()
         os.close(self._lock)
 
@@ -146,7 +142,7 @@ class RunWriter:
         data_hash: str | None = None,
         at_step: int | None = None,
     ) -> None:
-        """Records what shows that runs are matched: the fp32 init, the tokens served up to a step."""
+        """Records what shows that runs are matched: the fp32 init, the tokens up to a step."""
         evidence = self.record.evidence
         if init_hash is not None:
             evidence["init_hash"] = init_hash

@@ -1,4 +1,4 @@
-"""What a sweep is: its planned runs, how one is launched, and the report and exit code at its end."""
+"""What a sweep is: its planned runs, how one is launched, its report and exit code."""
 
 import dataclasses
 import multiprocessing
@@ -83,9 +83,11 @@ def write_plan(directory: Path, name: str, planned: Sequence[PlannedRun]) -> Non
 
 
 def launch(planned: PlannedRun) -> int:
-    """Runs it to its end, in a process of its own if the config says so, and returns 0 if completed,
-    1 if not, 2 for a mistake of the user's. A failure is printed and recorded at once, so that a
-    sweep goes on; only an interrupt is raised."""
+    """Runs it to its end, in a process of its own if the config says so.
+
+    Returns 0 if it completed, 1 if not, 2 for a mistake of the user's. A failure is recorded and
+    printed at once, so that a sweep goes on; only an interrupt is raised.
+    """
     if not _isolated(planned.config):
         return _run(planned)
     process = multiprocessing.get_context("spawn").Process(target=_run_and_exit, args=(planned,))

@@ -116,16 +116,18 @@ def accumulate_gradients(
     Returns the mean loss over all micro-batches (0-dim, fp32, on the device) and the last logits'
     shape and dtype (a meta tensor: the logits themselves are large and no longer needed).
     """
-    device = next(model.parameters()).device
-    losses = []
-    for batch in micro_batches:
+
+    def forward_and_backward(batch: Tensor) -> tuple[Tensor, Tensor]:
         ids = batch.to(device, non_blocking=True)
         with precision.forward_context():
             logits = model(input_ids=ids).logits
             loss = next_token_loss(logits, ids)
         scaler.scale(loss / len(micro_batches)).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).mean(), logits.detach().to("meta")
+        return loss.detach(), logits.detach().to("meta")
+
+    device = next(model.parameters()).device
+    losses, logits = zip(*map(forward_and_backward, micro_batches), strict=True)
+    return torch.stack(losses).mean(), logits[-1]
 
 
 def next_token_loss(logits: Tensor, ids: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -181,26 +183,29 @@ class _Stopwatch:
     """Times a step without waiting for the device: CUDA events there, the clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
         self._cuda = device.type == "cuda"
-        self._start = self._now()
+        self._mark()
 
     def stop(self) -> None:
-        self._end = self._now()
+        self._mark()
 
     def seconds(self) -> float:
         """The time between start and stop; on CUDA, valid after the device has come so far."""
-        if isinstance(self._start, float):
-            assert isinstance(self._end, float)
-            return self._end - self._start
-        assert not isinstance(self._end, float)
-        return self._start.elapsed_time(self._end) / 1000
+        if self._cuda:
+            start, end = self._events
+            return start.elapsed_time(end) / 1000
+        began, ended = self._times
+        return ended - began
 
-    def _now(self) -> "float | torch.cuda.Event":
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
 
 
 @dataclass(frozen=True, kw_only=True)

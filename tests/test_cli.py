@@ -42,7 +42,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture()
+@pytest.fixture
 def command(
     cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., int]]:
@@ -247,9 +247,7 @@ def test_an_output_directory_that_cannot_be_made_is_refused(
 ) -> None:
     (tmp_path / "outputs").write_text("a file")
     assert command("name=x") == 2
-    assert capsys.readouterr().err == (
-        "precexp: outputs/x: cannot be written (Not a directory)\n"
-    )
+    assert capsys.readouterr().err == ("precexp: outputs/x: cannot be written (Not a directory)\n")
 
 
 @pytest.mark.parametrize("flags", [(), ("-m",)])
@@ -352,7 +350,7 @@ def test_an_isolated_run_whose_process_dies_is_a_failed_run(
     assert record["error"] == "its process died with exit code -9"
 
 
-@pytest.fixture()
+@pytest.fixture
 def started(cache_dir: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """An endless run in a process of its own, some steps in."""
     endless = ("name=x", "train.max_steps=1000000", "train.eval_every=1000000")

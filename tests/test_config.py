@@ -18,8 +18,10 @@ from precexp.config import (
     matched_values,
 )
 
-CHOICES = {group: sorted(p.stem for p in (conf_dir() / group).glob("*.yaml")) for group in
-           ("model", "data", "precision", "optim", "experiment")}
+CHOICES = {
+    group: sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
+    for group in ("model", "data", "precision", "optim", "experiment")
+}
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -46,7 +48,12 @@ def test_defaults_are_the_designs() -> None:
     train = config.train
     assert (config.model.name, config.data.source, config.optim.name) == (
         "opt-tiny", "bundled", "anyprecision")  # fmt: skip
-    assert (train.max_steps, train.batch_size, train.lr, train.schedule) == (300, 16, 1e-3, "linear")
+    assert (train.max_steps, train.batch_size, train.lr, train.schedule) == (
+        300,
+        16,
+        1e-3,
+        "linear",
+    )
     assert (train.warmup_steps, train.beta1, train.beta2, train.eps) == (20, 0.9, 0.95, 1e-8)
     assert (train.weight_decay, train.max_grad_norm) == (0.1, 1.0)
     assert (train.log_every, train.eval_every, config.data.block_size) == (10, 50, 128)
@@ -190,7 +197,9 @@ def test_an_arm_is_labelled_by_its_choices_and_overrides() -> None:
 
 
 def test_an_override_of_the_recipe_that_the_optimizer_follows_counts_once() -> None:
-    assert arm("precision.kahan=false", precision="bf16_pure").overrides == {"precision.kahan": False}
+    assert arm("precision.kahan=false", precision="bf16_pure").overrides == {
+        "precision.kahan": False
+    }
 
 
 def test_labels_are_folder_names() -> None:

@@ -152,7 +152,9 @@ def test_bf16_is_refused_where_a_gpu_only_emulates_it(
 ) -> None:
     device = on_a_gpu(monkeypatch, (7, 5))
     config = load(composed(f"precision={name}")).precision
-    with pytest.raises(UserError, match=r"Tesla T4 has no native bf16 \(capability 7.5, needed 8.0"):
+    with pytest.raises(
+        UserError, match=r"Tesla T4 has no native bf16 \(capability 7.5, needed 8.0"
+    ):
         build_precision(config, device=device)
     build_precision(replace(config, allow_emulated_bf16=True), device=device)
 

@@ -86,7 +86,8 @@ def test_config_and_rows_are_on_disk_while_the_run_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(RuntimeError("boom\nmore"), "failed"), (KeyboardInterrupt(), "interrupted")]
+    ("error", "status"),
+    [(RuntimeError("boom\nmore"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
 def test_leaving_with_an_exception_is_recorded(
     error: BaseException, status: str, tmp_path: Path, config: RunConfig

@@ -21,9 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     args = parser.parse_args(arguments)
     try:
-        planned = compose(
-            [*runner.OVERRIDES, f"train.max_steps={args.steps}", *args.overrides]
-        )
+        planned = compose([*runner.OVERRIDES, f"train.max_steps={args.steps}", *args.overrides])
         runner.bench(planned, rounds=args.rounds, output=args.output)
     except UserError as error:
         print(f"precexp: {error}", file=sys.stderr)

@@ -96,6 +96,7 @@ def _bare_tokens_per_second(planned: PlannedRun) -> float:
     steps = steps_of(config.train, blocks)
     served = [batches.next_batch() for _ in range(steps)]
     params = list(model.parameters())
+    loss = torch.zeros(())
     began = time.perf_counter()
     for step, batch in enumerate(served, start=1):
         ids = batch.to(device)

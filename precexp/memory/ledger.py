@@ -18,9 +18,10 @@ def allocated_bytes(device: torch.device) -> int | None:
 def measured(
     device: torch.device, *, baseline: int | None, after_init: int | None
 ) -> dict[str, int | None] | None:
-    """`memory.measured` of run.json, all in bytes above `baseline`, what was allocated before the run.
+    """`memory.measured` of run.json; None on a CPU.
 
-    `after_init` is what was allocated once the model was on the device. None on a CPU.
+    Allocated bytes count from `baseline`, what was allocated before the run; `after_init` is what
+    was allocated once the model was on the device.
     """
     if device.type != "cuda":
         return None
