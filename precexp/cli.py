@@ -71,6 +71,9 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         return _refuse(_explain(error))
+    except OSError as error:  # the report or sweep.json could not be written
+        print(f"precexp: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("precexp: interrupted", file=sys.stderr)
         return 1

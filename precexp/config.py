@@ -322,7 +322,7 @@ def as_dict(config: RunConfig) -> dict[str, object]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """sha256 over everything that can change a number of the run (DESIGN section 6)."""
+    """sha256 over everything that can change a number of the run (docs/architecture.md)."""
     return _hash_without(as_dict(config), NOT_HASHED)
 
 

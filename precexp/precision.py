@@ -148,7 +148,7 @@ class Census:
         return f"census: {', '.join(dtypes)}; {total:g} bytes per parameter"
 
     def as_record(self) -> dict[str, object]:
-        """The `census` of run.json (DESIGN section 7)."""
+        """The `census` of run.json (docs/record.md)."""
         weights = self.bytes_per_param(["parameters"])
         gradients = self.bytes_per_param(["gradients"])
         states = self.bytes_per_param(self.state_roles)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -116,7 +117,10 @@ class RunWriter:
     ) -> None:
         if error is not None and self.record.status == "running":
             interrupted = isinstance(error, KeyboardInterrupt)
-            self.update(status="interrupted" if interrupted else "failed", error=one_line(error))
+            with suppress(OSError):  # a full disk: the record goes on saying `running`
+                self.update(
+                    status="interrupted" if interrupted else "failed", error=one_line(error)
+                )
         self._rows.close()
         os.close(self._lock)
 

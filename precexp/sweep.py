@@ -8,6 +8,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class PlannedRun:
 
 
 def subdirectory(config: RunConfig, arm: Arm) -> str:
-    """The run's directory below its sweep's (DESIGN section 7)."""
+    """The run's directory below its sweep's (docs/record.md)."""
     return f"{arm.label}/seed-{config.seed}-{config_hash(config)[:8]}"
 
 
@@ -129,7 +130,8 @@ def _run(planned: PlannedRun) -> int:
         return _failed(planned, str(error), code=2)
     except Exception as error:
         details = planned.directory / "traceback.txt"
-        details.write_text(traceback.format_exc(), encoding="utf-8")
+        with suppress(OSError):
+            details.write_text(traceback.format_exc(), encoding="utf-8")
         return _failed(planned, f"{one_line(error)} (more in {details.name} there)")
     if record.status != "completed":
         return _failed(planned, f"{record.status}: {record.error}")

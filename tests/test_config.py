@@ -73,7 +73,7 @@ def test_the_original_experiment_is_as_published(size: str) -> None:
     assert (config.seed, config.model.dropout) == (42, 0.0)
 
 
-RECIPES = {  # param, autocast, loss scaling, states, Kahan: the table of DESIGN section 4
+RECIPES = {  # param, autocast, loss scaling, states, Kahan: docs/architecture.md
     "fp32": ("float32", None, False, "float32", False),
     "bf16_mixed": ("float32", "bfloat16", False, "float32", False),
     "fp16_amp": ("float32", "float16", True, "float32", False),

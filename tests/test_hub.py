@@ -87,8 +87,10 @@ import pathlib, sys
 cached = pathlib.Path(sys.argv[1]) / "hub" / "models--me--mine"
 (cached / "refs").mkdir(parents=True)
 (cached / "refs" / "main").write_text("0" * 40)
-(cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
-(cached / "snapshots" / ("0" * 40) / "tokenizer.json").write_bytes(BUNDLED.read_bytes())
+snapshot = cached / "snapshots" / ("0" * 40)
+snapshot.mkdir(parents=True)
+(snapshot / "config.json").write_text('{"model_type": "opt"}')
+(snapshot / "tokenizer.json").write_bytes(BUNDLED.read_bytes())
 began = time.monotonic()
 for load in (
     lambda: text._load_splits("nobody/nothing", None),

@@ -1,4 +1,4 @@
-"""The house's import order (DESIGN section 2): imports point one way."""
+"""The house's import order (docs/architecture.md): imports point one way."""
 
 import ast
 from pathlib import Path

@@ -81,7 +81,7 @@ def build_report(directories: Sequence[Path], *, reference: str | None, margin: 
     `reference` is an arm's label, None for the default one. Raises UserError for a directory
     without runs, a label that no arm has and a margin that is not positive.
     """
-    if not margin > 0:
+    if not 0 < margin < math.inf:
         raise UserError(f"report.margin: {margin} is not allowed; it must be positive")
     runs = read_runs(directories)
     labels = list(dict.fromkeys(run.label for run in runs if run.label is not None))

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from precexp.report.build import Report, bytes_per_param, mean_of, measured_bytes, timing
-from precexp.report.read import ReportedRun
+from precexp.report.read import ReportedRun, block
 from precexp.report.tables import NOTHING, markdown_table, mib, plural, short, whole
 
 # The roles of a census that are not optimizer states.
@@ -61,8 +61,7 @@ def _dtypes(runs: Sequence[ReportedRun]) -> dict[str, str]:
     """{role: its dtypes} over the censuses of the runs."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
-        census = run.record.census if run.record else None
-        tensors = (census or {}).get("tensors")
+        tensors = block(vars(run.record), "census").get("tensors") if run.record else None
         for row in tensors if isinstance(tensors, list) else []:
             found.setdefault(str(row["role"]), {})[str(row["dtype"])] = None
     return {role: "+".join(dtypes) for role, dtypes in found.items()}

@@ -70,10 +70,10 @@ def render_markdown(report: Report, output: Path) -> str:
         "Verdict": _verdict(report),
         "Matched check": _matched(report),
         "Loss curves": _curves(),
-        "Runs & failures": _runs(report, output),
         "Memory & bytes per parameter": memory_section(report),
         "Speed": speed_section(report),
         "Numerics warnings": warnings_section(report),
+        "Runs & failures": _runs(report, output),
         "Environment": environment_section(report),
     }
     text = f"# {names}: precision report\n"
@@ -129,7 +129,8 @@ def _sentences(group: Group) -> Iterator[str]:
         if against.difference is not None:
             gap = f" {fixed(against.difference, sign=True)} nats per token"
             gap += f" over {plural(against.num_pairs, 'seed')};"
-        yield f"`{arm.label}` is **{against.verdict}**:{gap} {against.reason}."
+        verdict = f"**{against.verdict}**{PREPOSITIONS[against.verdict]} `{reference.label}`"
+        yield f"`{arm.label}` is {verdict}:{gap} {against.reason}."
 
 
 def _verdict_row(arm: ArmResult, group: Group) -> Sequence[str]:
@@ -150,6 +151,12 @@ def _verdict_row(arm: ArmResult, group: Group) -> Sequence[str]:
     )
 
 
+PREPOSITIONS = {
+    "equivalent": " to",
+    "worse": " than",
+    "better": " than",
+    "undecided": " against",
+}
 RULE = (
     "Losses in nats per token: mean ± standard deviation over completed seeds; the difference is "
     "over the seeds that both completed. The verdict is read off the 90 % t-interval of the "
@@ -157,8 +164,8 @@ RULE = (
     "above *worse*, wholly below *better*, anything else *undecided*. Holm's correction keeps each "
     f"kind of error at {percent(LEVEL)} over all arms, so that an interval that decides alone may "
     "not decide among several. One seed never decides. An arm with a diverged seed is never "
-    "equivalent or better; it is worse if its other seeds say so, or if it diverged on each of two "
-    "or more seeds that the reference completed."
+    "equivalent or better; it is worse if its other seeds say so, or if it completed none and "
+    "diverged on two or more seeds that the reference completed."
 )
 
 
@@ -189,8 +196,8 @@ def _evidence(group: Group) -> Iterator[str]:
     )
     if evidence.num_checked:
         yield (
-            f"{plural(evidence.num_checked, 'run')} started from the same weights (`init_hash`) as "
-            "the run of the same seed that it is compared with, and were served the same tokens "
+            f"{plural(evidence.num_checked, 'run')} checked against another arm's run of the same "
+            "seed: the same initial weights (`init_hash`), and the same tokens served "
             "(`data_hash_at`) up to the last evaluation that both have."
         )
     for reason in evidence.refused.values():
@@ -217,6 +224,11 @@ def _evidence(group: Group) -> Iterator[str]:
 
 def _curves() -> Iterator[str]:
     yield "![Loss by arm, and the difference to the reference](loss_curves.svg)"
+    yield ""
+    yield (
+        "Lines are means over the completed seeds, bands reach from the least to the greatest; a "
+        "run that did not complete is drawn alone, dashed, to a cross (diverged) or a ring."
+    )
 
 
 def _runs(report: Report, output: Path) -> Iterator[str]:
@@ -246,7 +258,11 @@ def _runs(report: Report, output: Path) -> Iterator[str]:
     notices = Counter(text for run in report.runs if run.record for text in run.record.notices)
     if notices:
         yield ""
+        yield f"<details><summary>{plural(len(notices), 'notice')} of the runs</summary>"
+        yield ""
         yield from (f"- {escape(text)} ({plural(count, 'run')})" for text, count in notices.items())
+        yield ""
+        yield "</details>"
 
 
 def _run_cells(run: ReportedRun, output: Path) -> Sequence[str]:

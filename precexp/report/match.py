@@ -67,7 +67,12 @@ def check_evidence(runs: Sequence[ReportedRun], *, reference: str | None) -> Evi
     num_checked = 0
     recorded = [run for run in runs if run.record is not None]
     by_seed: dict[int, list[ReportedRun]] = {}
-    for run in sorted(recorded, key=lambda run: run.label != reference):  # stable: reference first
+    # Stable: the reference first, but a run that ended before it had weights vouches for none.
+    anchors_first = sorted(
+        recorded,
+        key=lambda run: (_record(run).evidence.get("init_hash") is None, run.label != reference),
+    )
+    for run in anchors_first:
         by_seed.setdefault(_record(run).seed, []).append(run)
     for anchor, *others in by_seed.values():
         for run in others:

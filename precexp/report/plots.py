@@ -27,7 +27,7 @@ from precexp.report.tables import percent
 # Okabe and Ito's colour-blind-safe palette, without the yellow that paper swallows.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 MARKERS = "osD^vPX"
-# The text stays text, the ids are the same on every build, and nothing depends on the user's rc.
+# Nothing here depends on the user's fonts, clock or matplotlibrc: the bytes are always the same.
 STYLE = {
     "svg.hashsalt": "precexp",
     "svg.fonttype": "path",
@@ -91,7 +91,7 @@ def draw_loss_curves(report: Report) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if report.groups:
-        _draw_legend(figure, report, num_columns)
+        _draw_legend(figure, report)
     else:
         _set_title(figure.add_subplot(grid[0, 0]), "No loss was recorded")
     return figure
@@ -209,7 +209,8 @@ def _set_title(axes: Axes, text: str, *, above: str = "") -> None:
     axes.set_title("\n".join(lines), loc="left", fontsize=10)
 
 
-def _draw_legend(figure: Figure, report: Report, num_columns: int) -> None:
+def _draw_legend(figure: Figure, report: Report) -> None:
+    """The arms above the panels, and below them what the other marks mean."""
     arms = [(arm, group) for group in report.groups for arm in group.arms]
     drawn = {arm.label for arm, group in arms if arm.compared or _loose(arm, group)}
     handles = [
@@ -243,13 +244,10 @@ def _draw_legend(figure: Figure, report: Report, num_columns: int) -> None:
         )
     longest = max(len(label) for label in report.labels)
     fitting = int(figure.get_figwidth() * 13.5 / (longest + 6))
+    style = {"frameon": False, "handlelength": 2.4, "columnspacing": 1.6}
+    figure.legend(handles=handles, loc="outside upper left", ncols=max(1, fitting), **style)
     figure.legend(
-        handles=handles + keys,
-        loc="outside upper left",
-        ncols=max(1, min(fitting, 4 * num_columns)),
-        frameon=False,
-        handlelength=2.4,
-        columnspacing=1.6,
+        handles=keys, loc="outside lower left", ncols=len(keys), labelcolor="#555555", **style
     )
 
 

@@ -13,7 +13,7 @@ from precexp.config import UserError
 from precexp.record import RecordError, Row, RunRecord, Status, one_line, read_run
 
 SWEEP_SCHEMA = 1
-BLOCKS = ("arm", "config", "environment", "evidence", "memory", "timing", "results")
+BLOCKS = ("arm", "config", "environment", "evidence", "census", "memory", "timing", "results")
 LISTS = ("warnings", "notices")
 
 # `missing`: planned, and never started.

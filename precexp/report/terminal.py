@@ -43,7 +43,7 @@ def print_report(report: Report, console: Console, output: Path | None = None) -
 
 def _table(group: Group, *, label_width: int) -> Table:
     table = Table(
-        title=group.title or None,
+        title=Text(group.title) if group.title else None,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,

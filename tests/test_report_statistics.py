@@ -1,0 +1,157 @@
+"""The verdict's arithmetic against scipy and against hand computations."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from precexp.report.statistics import (
+    ArmLosses,
+    Verdict,
+    compare_arms,
+    equivalence_p,
+    holm,
+    mean_and_std,
+    p_above,
+    p_below,
+    paired_interval,
+    seeds_to_decide,
+)
+
+RTOL = 1e-9  # two libraries' t distributions; worst seen 3e-13
+DIFFERENCES = [0.011, 0.004, -0.002, 0.008, 0.006]
+REFERENCE = ArmLosses(losses={1: 3.40, 2: 3.41, 3: 3.43, 4: 3.42, 5: 3.44})
+MARGIN = 0.017
+
+
+def arm_of(*differences: float, diverged: tuple[int, ...] = ()) -> ArmLosses:
+    losses = {seed: REFERENCE.losses[seed] + d for seed, d in enumerate(differences, start=1)}
+    return ArmLosses(losses=losses, diverged=frozenset(diverged))
+
+
+def verdict_of(arm: ArmLosses) -> Verdict:
+    return compare_arms(REFERENCE, {"arm": arm}, margin=MARGIN)["arm"].verdict
+
+
+def test_interval_is_scipys_90_percent_t_interval() -> None:
+    expected = stats.ttest_1samp(DIFFERENCES, 0).confidence_interval(0.90)
+    assert paired_interval(DIFFERENCES) == pytest.approx((expected.low, expected.high), rel=RTOL)
+
+
+def test_interval_by_hand() -> None:
+    # mean 0.02, s = 0.01, standard error 0.01 / sqrt(3); t(0.95, 2) = 2.919986
+    half = 2.919986 * 0.01 / math.sqrt(3)
+    assert paired_interval([0.01, 0.02, 0.03]) == pytest.approx(
+        (0.02 - half, 0.02 + half), abs=1e-8
+    )
+
+
+@pytest.mark.parametrize("bound", [-0.02, 0.0, 0.005, 0.02])
+def test_one_sided_p_values_are_scipys(bound: float) -> None:
+    _, above = stats.ttest_1samp(DIFFERENCES, bound, alternative="greater")
+    _, below = stats.ttest_1samp(DIFFERENCES, bound, alternative="less")
+    assert p_above(DIFFERENCES, bound) == pytest.approx(above, rel=RTOL)
+    assert p_below(DIFFERENCES, bound) == pytest.approx(below, rel=RTOL)
+
+
+def test_tests_at_5_percent_say_what_the_90_percent_interval_says() -> None:
+    generator = np.random.default_rng(0)
+    seen = set()
+    for _ in range(300):
+        sample = generator.normal(generator.uniform(-0.04, 0.04), 0.01, size=4).tolist()
+        low, high = paired_interval(sample)
+        inside, above, below = low > -MARGIN and high < MARGIN, low > MARGIN, high < -MARGIN
+        assert (equivalence_p(sample, MARGIN) < 0.05) == inside
+        assert (p_above(sample, MARGIN) < 0.05) == above
+        assert (p_below(sample, -MARGIN) < 0.05) == below
+        seen.add((inside, above, below))
+    assert len(seen) == 4  # each of the verdicts was among them
+
+
+def test_identical_differences_leave_no_doubt() -> None:
+    assert p_above([0.1, 0.1], 0.05) == 0
+    assert p_above([0.1, 0.1], 0.1) == 1
+
+
+def test_holm_of_three_arms_by_hand() -> None:
+    # sorted 0.01, 0.03, 0.04 -> 3 * 0.01 = 0.03; 2 * 0.03 = 0.06; max(0.06, 1 * 0.04) = 0.06
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize(
+    ("arm", "verdict"),
+    [
+        (arm_of(0.001, 0.002, 0.003), "equivalent"),
+        (arm_of(0.090, 0.092, 0.094), "worse"),
+        (arm_of(-0.090, -0.092, -0.094), "better"),
+        (arm_of(0.010, 0.020, 0.030), "undecided"),
+    ],
+)
+def test_verdict_is_read_off_the_interval(arm: ArmLosses, verdict: Verdict) -> None:
+    assert verdict_of(arm) == verdict
+
+
+def test_holm_withholds_a_verdict_that_an_arm_would_get_alone() -> None:
+    # p of the one-sided tests: 0.020 alone, 3 * 0.020 = 0.061 among three arms.
+    arm = arm_of(0.0000, 0.0090, 0.0045)
+    assert 0.05 / 3 < equivalence_p([0.0, 0.009, 0.0045], MARGIN) < 0.05
+    assert verdict_of(arm) == "equivalent"
+    among = compare_arms(REFERENCE, {"a": arm, "b": arm, "c": arm}, margin=MARGIN)
+    assert {comparison.verdict for comparison in among.values()} == {"undecided"}
+    assert "Holm" in among["a"].reason
+
+
+def test_one_seed_never_decides() -> None:
+    comparison = compare_arms(REFERENCE, {"arm": arm_of(0.5)}, margin=MARGIN)["arm"]
+    assert comparison.verdict == "undecided"
+    assert comparison.difference == pytest.approx(0.5)
+    assert (comparison.ci_low, comparison.ci_high) == (None, None)
+    assert "one seed" in comparison.reason
+
+
+def test_only_common_seeds_are_paired() -> None:
+    arm = ArmLosses(losses={2: 3.42, 3: 3.44, 9: 100.0})
+    comparison = compare_arms(REFERENCE, {"arm": arm}, margin=MARGIN)["arm"]
+    assert comparison.num_pairs == 2
+    assert comparison.difference == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_diverged_seed_forbids_equivalent_and_better(sign: int) -> None:
+    size = 0.001 if sign > 0 else -0.09
+    arm = arm_of(size, size * 1.1, size * 0.9)
+    diverged = arm_of(size, size * 1.1, size * 0.9, diverged=(4,))
+    assert verdict_of(arm) == ("equivalent" if sign > 0 else "better")
+    assert verdict_of(diverged) == "undecided"
+
+
+def test_a_diverged_seed_leaves_worse_standing() -> None:
+    assert verdict_of(arm_of(0.090, 0.092, 0.094, diverged=(4,))) == "worse"
+
+
+def test_an_arm_that_diverged_on_all_of_two_seeds_is_worse_and_on_one_undecided() -> None:
+    assert verdict_of(arm_of(diverged=(1, 2))) == "worse"
+    assert verdict_of(arm_of(diverged=(1,))) == "undecided"
+    assert verdict_of(arm_of(diverged=(8, 9))) == "undecided"  # the reference did not run these
+
+
+def test_seeds_to_decide_is_the_first_number_whose_interval_clears_the_margin() -> None:
+    sample = [0.005, 0.025, 0.0]
+    spread, mean = np.std(sample, ddof=1), np.mean(sample)
+    found = seeds_to_decide(sample, MARGIN)
+    assert found is not None
+
+    def half(n: int) -> float:
+        return float(stats.t.ppf(0.95, n - 1) * spread / math.sqrt(n))
+
+    assert half(found) < MARGIN - mean <= half(found - 1)
+    assert seeds_to_decide([MARGIN - 0.01, MARGIN + 0.01], MARGIN) is None  # right on the margin
+
+
+def test_spread_of_one_value_is_unknown() -> None:
+    assert mean_and_std([]) == (None, None)
+    assert mean_and_std([3.0]) == (3.0, None)
+    assert mean_and_std([1.0, 3.0]) == (2.0, pytest.approx(math.sqrt(2)))
