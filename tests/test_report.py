@@ -257,6 +257,24 @@ def test_data_is_compared_at_the_last_common_step(tmp_path: Path) -> None:
     assert (evidence.num_checked, evidence.refused, evidence.unverified) == (1, {}, [])
 
 
+def test_data_that_differs_late_is_refused(tmp_path: Path) -> None:
+    hashes = {"1": "data-1-1", "4": "other"}  # as the reference's at step 1, not at step 4
+    evidence = {"init_hash": "init-1", "data_hash": "other", "data_hash_at": hashes}
+    write_sweep(tmp_path, FakeRun(), FakeRun(precision="bf16_pure", record={"evidence": evidence}))
+    (reason,) = report_on(tmp_path).groups[0].evidence.refused.values()
+    assert "data_hash at step 4" in reason
+
+
+def test_a_reference_that_failed_before_it_had_weights_vouches_for_none(tmp_path: Path) -> None:
+    never = {"init_hash": None, "data_hash": None, "data_hash_at": {}}
+    failed = FakeRun(status="failed", steps=(), record={"evidence": never})
+    others = [FakeRun(precision=precision) for precision in ("bf16_mixed", "bf16_pure")]
+    others[1].init_hash = "other"
+    write_sweep(tmp_path, failed, *others)
+    evidence = report_on(tmp_path).groups[0].evidence
+    assert [path.parent.name for path in evidence.refused] == ["bf16_pure-anyprecision"]
+
+
 def test_no_common_evaluation_is_said_not_guessed(tmp_path: Path) -> None:
     early = FakeRun(precision="bf16_pure", status="interrupted", steps=(9,))
     write_sweep(tmp_path, FakeRun(), early)
