@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=runner.ROUNDS)
     parser.add_argument("--steps", type=int, default=runner.STEPS, help="in each round")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     try:
         planned = compose([*runner.OVERRIDES, f"train.max_steps={args.steps}", *args.overrides])
         runner.bench(planned, rounds=args.rounds, output=args.output)

@@ -157,8 +157,8 @@ def _naming(key: str, source: Path | str) -> Iterator[None]:
         raise
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{key}: {source} is not UTF-8 at byte offset {error.start}: {error.reason}; convert it, "
-            "or set data.encoding_errors=replace"
+            f"{key}: {source} is not UTF-8 at byte offset {error.start}: {error.reason}; "
+            "convert it, or set data.encoding_errors=replace"
         ) from None
     # What files that are cut short, damaged or not what their name says raise, in the libraries.
     except (OSError, EOFError, ValueError, TypeError, lzma.LZMAError, zlib.error) as error:
@@ -218,7 +218,11 @@ def _streamed(path: Path, format: str, config: DataConfig) -> Iterator[str]:
     options = _loader_options(format, config)
     files = [glob.escape(str(path))]
     stream = datasets.load_dataset(  # type: ignore[call-overload]
-        format, data_files=files, split="train", streaming=True, **options  # type: ignore[arg-type]
+        format,
+        data_files=files,
+        split="train",
+        streaming=True,
+        **options,  # type: ignore[arg-type]
     )
     if config.text_column in (stream.column_names or ()):  # unknown for some: a JSON list
         stream = stream.select_columns([config.text_column])
