@@ -112,7 +112,7 @@ class Tracker:
         with self._until_failure("before its first row"):
             if self._run is None:
                 self._run = self._open("offline")
-                self.notices.append(f"wandb: offline ({reason}); to upload: {_upload(self._run)}")
+                self.notices.append(f"wandb: offline ({reason}); to upload: {self._upload_all()}")
             _define_axes(self._run)
 
     def _open(self, mode: Literal["online", "offline"]) -> "wandb.Run":
@@ -146,6 +146,16 @@ class Tracker:
             for folder in (self._directory / "wandb").glob(f"*run-*-{run_id}"):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def _upload_all(self) -> str:
+        """The command that uploads this run and the others of its sweep: one line for them all."""
+        folder, depth = self._directory, 0
+        while folder.name != self._group and folder != folder.parent:
+            folder, depth = folder.parent, depth + 1
+        if folder == folder.parent:  # the run is not in a folder of the sweep's name
+            folder, depth = self._directory, 0
+        place = shlex.quote(os.path.relpath(folder))
+        return f"wandb sync {place}{'/*' * depth}/wandb/offline-run-*"
 
     def _close(self, *, exit_code: int) -> None:
         """Ends the wandb run, if one is open."""

@@ -286,11 +286,20 @@ def test_a_diverged_run_is_a_failed_run_whose_summary_says_nan(tmp_path: Path) -
     assert summary_of(records)["results"] == {"final_eval_loss": "nan"}
 
 
-def test_the_notice_of_an_offline_run_says_how_to_upload_it(tmp_path: Path) -> None:
-    directory = tmp_path / "a run"
-    (notice,) = track(wandb_config("offline"), directory)
-    (folder,) = (directory / "wandb").glob("offline-run-*")
-    assert notice == f"wandb: offline (as asked); to upload: wandb sync '{folder}'"
+@pytest.mark.parametrize("place", ["sweep", "sweep/an arm/seed-1"])
+def test_one_command_uploads_the_offline_runs_of_a_sweep(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (notice,) = track(wandb_config("offline"), tmp_path / "my outputs" / place)
+    stars = "/*/*" if place != "sweep" else ""
+    command = f"wandb sync 'my outputs/sweep'{stars}/wandb/offline-run-*"
+    assert notice == f"wandb: offline (as asked); to upload: {command}"
+    echo = subprocess.run(
+        ["sh", "-c", command.replace("wandb sync", "echo", 1)], capture_output=True, text=True
+    )
+    (run,) = tmp_path.rglob("offline-run-*")
+    assert echo.stdout.strip() == str(run.relative_to(tmp_path))
 
 
 SCRIPT = textwrap.dedent(
@@ -418,7 +427,7 @@ def test_a_server_out_of_reach_means_offline_in_bounded_time(server: str, tmp_pa
         began = time.monotonic()
         notices, _ = run_script("auto", tmp_path, environment=environment)
         seconds = time.monotonic() - began
-    # Of the whole process, whose end wandb can hold up by 12 s more. Seen SEEN.
+    # Of the whole process, whose end wandb can hold up by 12 s more. Seen 4.8.
     assert seconds < 2 + 6
     assert "wandb: offline (CommError: Timed out" in notices
     assert len(only(records_of(tmp_path), "history")) == len(ROWS)
