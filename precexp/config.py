@@ -165,8 +165,23 @@ class AnyPrecisionConfig:
     variance_dtype: Dtype
     compensation_dtype: Dtype
     use_kahan_summation: bool
+    mode: Literal["default", "packed", "published"]
+    implementation: Literal["auto", "native", "aten"]
+    stochastic_rounding: Literal["auto"] | bool
+    decay: Literal["inside", "outside"]
+    weight_rounding: Literal["nearest", "stochastic"]
 
     def __post_init__(self) -> None:
+        if self.use_kahan_summation and self.weight_rounding == "stochastic":
+            raise ConfigError(
+                "optim.weight_rounding: stochastic is for weights without Kahan summation, as in "
+                "precision=bf16_plain; allowed here: nearest"
+            )
+        if self.mode == "packed" and self.use_kahan_summation and self.variance_dtype != "bfloat16":
+            raise ConfigError(
+                f"optim.variance_dtype: {self.variance_dtype} is not allowed with "
+                "optim.mode=packed; allowed: bfloat16"
+            )
         if self.variance_dtype == "float16":
             raise ConfigError(
                 "optim.variance_dtype: float16 is refused, because squared gradients underflow; "
@@ -268,6 +283,16 @@ class RunConfig:
             raise ConfigError(
                 f"data.block_size: {self.data.block_size} is more than the {positions} positions "
                 f"of model={self.model.name}; allowed: 2 to {positions}"
+            )
+        if (
+            isinstance(self.optim, AnyPrecisionConfig)
+            and self.optim.mode == "packed"
+            and self.optim.use_kahan_summation
+            and self.precision.param_dtype != "bfloat16"
+        ):
+            raise ConfigError(
+                "optim.mode: packed needs bfloat16 parameters where Kahan summation is on; allowed "
+                f"with precision.param_dtype={self.precision.param_dtype}: default, published"
             )
         if isinstance(self.optim, AdamWConfig) and self.precision.accumulation_dtype not in (
             None,

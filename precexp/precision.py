@@ -38,9 +38,15 @@ class Precision:
     def cast_parameters(self, model: nn.Module) -> None:
         """Casts the parameters in place, tied ones once; never a buffer: rotary ones need fp32."""
         for param in model.parameters():
-            param.data = param.data.to(self.param_dtype)
-            if self.gradient_dtype != self.param_dtype:
-                param.grad_dtype = self.gradient_dtype
+            self.cast(param)
+
+    def cast(self, param: nn.Parameter) -> Tensor:
+        """Casts a float32 parameter in place; returns what that rounded away, float32."""
+        full = param.data
+        param.data = full.to(self.param_dtype)
+        if self.gradient_dtype != self.param_dtype:
+            param.grad_dtype = self.gradient_dtype
+        return full.float() - param.data.float()
 
     def forward_context(self) -> torch.autocast:
         """The context of a forward pass with its loss; the backward pass stays outside."""

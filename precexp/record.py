@@ -192,8 +192,13 @@ def to_json(value: object, indent: int | None = None) -> str:
 def write_json(path: Path, value: object) -> None:
     """Replaces the file whole: a reader sees the old text or the new, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def read_run(directory: Path) -> RecordedRun:

@@ -19,7 +19,7 @@ from precexp.config import Arm, DataConfig, ModelConfig, RunConfig, TrainConfig,
 from precexp.data import Batches, TokenBlocks, eval_subset, load_blocks
 from precexp.memory import ledger
 from precexp.model import build_model, init_hash, read_model_config
-from precexp.optim import build_optimizer, promised_states
+from precexp.optim import AnyPrecisionAdamW, build_optimizer, promised_states
 from precexp.precision import Census, Precision, build_precision, check_census, take_census
 from precexp.progress import Progress
 from precexp.record import Row, RunRecord, RunWriter
@@ -46,10 +46,12 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         total_steps = steps_of(config.train, blocks)
         model = build_model(config.model, seed=config.seed)
         record.evidence(init_hash=init_hash(model))
-        place(model, precision, device=device, compiled=config.model.compile)
+        optimizer = build_optimizer(
+            model.parameters(), config.optim, config.train, seed=config.seed
+        )
+        place(model, optimizer, precision, device=device, compiled=config.model.compile)
         record.update(census=take_census(model).as_record())
         after_init = ledger.allocated_bytes(device)
-        optimizer = build_optimizer(model.parameters(), config.optim, config.train)
         scaler = precision.build_scaler()
         batches = Batches(blocks.train, batch_size=config.train.batch_size, seed=config.seed)
         promised = precision.promised() | promised_states(
@@ -152,10 +154,22 @@ def steps_of(config: TrainConfig, blocks: TokenBlocks) -> int:
 
 
 def place(
-    model: PreTrainedModel, precision: Precision, *, device: torch.device, compiled: bool
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    precision: Precision,
+    *,
+    device: torch.device,
+    compiled: bool,
 ) -> None:
-    """Casts the fp32 model to the recipe's parameters and moves it to the device."""
-    precision.cast_parameters(model)
+    """Moves the fp32 model to the device and casts it, a parameter at a time.
+
+    What the cast rounds away begins the compensation, where the optimizer has one for it.
+    """
+    for param in model.parameters():
+        param.data = param.data.to(device)
+        residual = precision.cast(param)
+        if isinstance(optimizer, AnyPrecisionAdamW) and optimizer.keeps_residual(param):
+            optimizer.set_residual(param, residual)
     model.to(device)  # type: ignore[arg-type]
     if compiled:
         model.compile()

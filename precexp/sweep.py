@@ -129,13 +129,22 @@ def _run(planned: PlannedRun) -> int:
     except UserError as error:
         return _failed(planned, str(error), code=2)
     except Exception as error:
-        details = planned.directory / "traceback.txt"
-        with suppress(OSError):
-            details.write_text(traceback.format_exc(), encoding="utf-8")
-        return _failed(planned, f"{one_line(error)} (more in {details.name} there)")
+        return _failed(planned, f"{one_line(error)}{_keep_traceback(planned.directory)}")
     if record.status != "completed":
         return _failed(planned, f"{record.status}: {record.error}")
     return 0
+
+
+def _keep_traceback(directory: Path) -> str:
+    """Writes the traceback of the exception at hand; returns what to tell the user of it."""
+    path = directory / "traceback.txt"
+    try:
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:  # a full disk, perhaps the very reason
+        with suppress(OSError):
+            path.unlink()
+        return ""
+    return f" (more in {path.name} there)"
 
 
 def _failed(planned: PlannedRun, reason: str, *, code: int = 1) -> int:

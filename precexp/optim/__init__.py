@@ -16,11 +16,12 @@ FUSED_DEVICES = {"cpu", "cuda"}  # where torch has a fused AdamW, of the devices
 
 
 def build_optimizer(
-    params: Iterable[nn.Parameter], config: OptimConfig, train: TrainConfig
+    params: Iterable[nn.Parameter], config: OptimConfig, train: TrainConfig, *, seed: int = 0
 ) -> torch.optim.Optimizer:
     """The optimizer over two groups: what decays (matrices, embeddings too), then what does not.
 
-    Biases and norm gains do not decay. UserError where an implementation asked for cannot be had.
+    Biases and norm gains do not decay. `seed` is that of random rounding. UserError where an
+    implementation asked for cannot be had.
     """
     params = [param for param in params if param.requires_grad]
     groups: list[dict[str, list[nn.Parameter] | float]] = [
@@ -38,6 +39,12 @@ def build_optimizer(
                 momentum_dtype=torch_dtype(config.momentum_dtype),
                 variance_dtype=torch_dtype(config.variance_dtype),
                 compensation_buffer_dtype=torch_dtype(config.compensation_dtype),
+                mode=config.mode,
+                rounding_seed=seed,
+                implementation=config.implementation,
+                stochastic_rounding=config.stochastic_rounding,
+                decay=config.decay,
+                weight_rounding=config.weight_rounding,
             )
         case AdamWConfig():
             devices = {param.device.type for param in params}
@@ -53,7 +60,10 @@ def promised_states(config: OptimConfig, *, param_dtype: torch.dtype) -> dict[st
                 "exp_avg_sq": torch_dtype(config.variance_dtype),
             }
             if config.use_kahan_summation:
-                promised["compensation"] = torch_dtype(config.compensation_dtype)
+                packed = config.mode == "packed"
+                promised["compensation"] = (
+                    torch.int16 if packed else torch_dtype(config.compensation_dtype)
+                )
             return promised
         case AdamWConfig():
             return {"exp_avg": param_dtype, "exp_avg_sq": param_dtype}

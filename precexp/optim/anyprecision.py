@@ -1,28 +1,38 @@
 """AdamW whose parameters and states may each have their own dtype, with Kahan summation.
 
 The constructor and the names of the states are those of torchdistx's AnyPrecisionAdamW, so that it
-drops into code written for that one. The arithmetic differs: it is done in float32 from start to
-end, each buffer is rounded once, when it is stored, and weight decay is part of the compensated
-update, where the published order rounds it away in bf16. Kahan summation for bf16 weights: Zamirai
-et al., "Revisiting BFloat16 Training", arXiv:2010.06192.
+drops into code written for that one. By default the arithmetic differs: it is done in float32 from
+start to end, each buffer is rounded once, when it is stored, and weight decay is part of the
+compensated update, where the published order rounds it away in bf16. Kahan summation for bf16
+weights: Zamirai et al., "Revisiting BFloat16 Training", arXiv:2010.06192.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from precexp.optim import aten, kernel, native, published
+from precexp.optim.kernel import Batch, Form, Rates
+
+Mode = Literal["default", "packed", "published"]
+Implementation = Literal["auto", "native", "aten"]
+
+MODES = ("default", "packed", "published")
+IMPLEMENTATIONS = ("auto", "native", "aten")
+
 # In float16 squared gradients below 6e-8 are 0, and the update would be divided by eps alone.
 _VARIANCE_DTYPES = (torch.float32, torch.bfloat16)
 _DTYPES = (*_VARIANCE_DTYPES, torch.float16)
 
-# Elements per pass. Temporaries are float32, so this bounds them: on a CPU they stay in its cache,
-# on a GPU a pass is long enough to hide its launches.
-_CPU_CHUNK = 2**17
-_GPU_CHUNK = 2**24
+# Above, rounding to nearest keeps a bf16 variance from following gradients that shrink.
+_SAFE_BETA2 = 0.98
+
+_Carry = Callable[[Form, Batch, Rates], None]
 
 
 class AnyPrecisionAdamW(Optimizer):
@@ -32,8 +42,7 @@ class AnyPrecisionAdamW(Optimizer):
         params: parameters or parameter groups; a group may override every argument below.
         lr: learning rate, at least 0.
         betas: decay rates of momentum and variance, each in [0, 1). A bf16 momentum needs
-            beta1 <= 0.95 and a bf16 variance beta2 <= 0.98: above, rounding to nearest keeps them
-            from following gradients that shrink.
+            beta1 <= 0.95: above, rounding keeps it from following gradients that shrink.
         eps: added to the root of the variance, at least 0.
         weight_decay: decoupled, at least 0.
         use_kahan_summation: keep what rounding takes from each weight and add it to the next
@@ -41,6 +50,21 @@ class AnyPrecisionAdamW(Optimizer):
         momentum_dtype: of `exp_avg`: float32, bfloat16 or float16.
         variance_dtype: of `exp_avg_sq`: float32 or bfloat16.
         compensation_buffer_dtype: of `compensation`: float32, bfloat16 or float16.
+        mode: `default` computes in float32 and rounds once; `published` repeats torchdistx's
+            operations bit for bit; `packed` is for bfloat16 weights and variances with Kahan
+            summation: its `compensation` is an int16 word of 10 more bits of the weight and 6 more
+            of the variance. Without Kahan summation, `packed` is `default`.
+        implementation: `native` (compiled C, on a CPU), `aten` (torch's operations, anywhere), or
+            `auto`: native where it can be had.
+        stochastic_rounding: of a bfloat16 variance, and of what the weight's rounding leaves (a
+            bfloat16 compensation, the last bit of a packed weight). `auto`: always of the latter,
+            of the variance where beta2 > 0.98. The bits are a hash of `rounding_seed`, the step and
+            the element, so a resumed run has the same ones.
+        rounding_seed: at least 0.
+        decay: an ablation: `outside` multiplies and rounds the stored weight first, as published.
+        weight_rounding: an ablation: `stochastic` rounds a bfloat16 weight without compensation.
+
+    torch's GradScaler works as it does with any optimizer: it does not call a step that it skips.
 
     Writing to a parameter while `compensation` holds a remainder leaves that remainder in place:
     give the new value with `set_residual(param, zeros)` where it must be exact.
@@ -57,6 +81,13 @@ class AnyPrecisionAdamW(Optimizer):
         momentum_dtype: torch.dtype = torch.float32,
         variance_dtype: torch.dtype = torch.bfloat16,
         compensation_buffer_dtype: torch.dtype = torch.bfloat16,
+        *,
+        mode: Mode = "default",
+        implementation: Implementation = "auto",
+        stochastic_rounding: bool | Literal["auto"] = "auto",
+        rounding_seed: int = 0,
+        decay: Literal["inside", "outside"] = "inside",
+        weight_rounding: Literal["nearest", "stochastic"] = "nearest",
     ) -> None:
         # The step counts as Python numbers beside the tensors in the state: reading those would
         # wait for a GPU that hosts them, and cannot be done at all under fake tensors.
@@ -72,13 +103,23 @@ class AnyPrecisionAdamW(Optimizer):
                 "momentum_dtype": momentum_dtype,
                 "variance_dtype": variance_dtype,
                 "compensation_buffer_dtype": compensation_buffer_dtype,
+                "mode": mode,
+                "implementation": implementation,
+                "stochastic_rounding": stochastic_rounding,
+                "rounding_seed": rounding_seed,
+                "decay": decay,
+                "weight_rounding": weight_rounding,
             },
         )
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
+        """Adds parameters with options of their own; ValueError for one that is not allowed."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            _check_group(self.param_groups[-1])
+            if len(set(group["params"])) != len(group["params"]):
+                raise ValueError("params: a parameter is in the group twice; it would step twice")
+            _check_group(group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -87,8 +128,17 @@ class AnyPrecisionAdamW(Optimizer):
     # whole compensation, without a word.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's loss."""
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_multiplier: float | Tensor = 1.0,
+    ) -> float | None:
+        """Updates every parameter that has a gradient; returns the closure's loss.
+
+        Gradients count `grad_multiplier` times, as after a clip, and are left as they are. Raises
+        RuntimeError for a sparse gradient, and where the implementation asked for can't be had.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -104,46 +154,58 @@ class AnyPrecisionAdamW(Optimizer):
                 raise RuntimeError(
                     "AnyPrecisionAdamW takes no sparse gradients; give the embedding sparse=False"
                 )
+        multiplier = float(grad_multiplier)
+        batches: dict[tuple[_Carry, Form, Rates], Batch] = {}
         for param, grad, group in updates:
-            self._update(param, grad, group)
+            state = self._state_of(param, group)
+            state["step"] += 1
+            self._num_steps[param] += 1
+            if group["mode"] == "published":
+                scaled = grad if multiplier == 1 else grad * multiplier
+                published.adamw_(param, scaled, state, group)
+                continue
+            form = _form_of(param, grad, group)
+            buffers = [param, grad, state["exp_avg"], state["exp_avg_sq"]]
+            if form.compensation is not None:
+                buffers.append(state["compensation"])
+            beta1, beta2 = group["betas"]
+            rates = Rates(beta1=beta1, beta2=beta2, eps=group["eps"], grad_multiplier=multiplier)
+            carry = _carry_of(form, buffers, group["implementation"])
+            _append(
+                batches.setdefault((carry, form, rates), Batch()),
+                buffers,
+                group,
+                num_steps=self._num_steps[param],
+            )
+        for (carry, form, rates), batch in batches.items():
+            carry(form, batch, rates)
         return loss
 
-    def _update(self, param: Tensor, grad: Tensor, group: Mapping) -> None:
-        state = self._state_of(param, group)
-        state["step"] += 1
-        self._num_steps[param] += 1
-        tensors = [param, grad, state["exp_avg"], state["exp_avg_sq"]]
-        if group["use_kahan_summation"]:
-            tensors.append(state["compensation"])
-        beta1, beta2 = group["betas"]
-        num_steps = self._num_steps[param]
-        for parts in _chunks(tensors):
-            _adamw(
-                *parts,
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                decay=1 - group["lr"] * group["weight_decay"],
-                step_size=group["lr"] / (1 - beta1**num_steps),
-                variance_scale=1 / math.sqrt(1 - beta2**num_steps),
-            )
+    def keeps_residual(self, param: Tensor) -> bool:
+        """Whether set_residual can be called for the parameter."""
+        group = self._group_of(param)
+        return group["use_kahan_summation"] and group["mode"] != "published"
 
     def set_residual(self, param: Tensor, residual: Tensor) -> None:
         """Sets what the parameter lacks: weight before a cast minus weight after it, in any dtype.
 
-        ValueError if the parameter has no compensation to hold it.
+        Call it after the cast. ValueError if the parameter has no compensation to hold it.
         """
-        group = next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
-        if group is None:
-            raise ValueError("set_residual: the parameter is not one of this optimizer's")
-        if not group["use_kahan_summation"]:
-            raise ValueError("set_residual: needs use_kahan_summation=True")
+        group = self._group_of(param)
+        if not self.keeps_residual(param):
+            raise ValueError(
+                "set_residual: needs use_kahan_summation=True, and not mode=published, which "
+                "starts from zero"
+            )
         if residual.shape != param.shape:
             raise ValueError(
                 f"set_residual: the residual's shape is {tuple(residual.shape)}, "
                 f"the parameter's {tuple(param.shape)}"
             )
-        self._state_of(param, group)["compensation"].copy_(residual.detach())
+        state = self._state_of(param, group)
+        if _is_packed(group):
+            residual = _packed(param, residual, state["exp_avg_sq"])
+        state["compensation"].copy_(residual.detach())
 
     @torch.no_grad()
     def master_weights(self) -> list[Tensor]:
@@ -152,17 +214,21 @@ class AnyPrecisionAdamW(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 weight = param.detach().to(torch.float32, copy=True)
-                if group["use_kahan_summation"] and "compensation" in self.state[param]:
-                    weight += self.state[param]["compensation"]
+                compensation = self.state[param].get("compensation")
+                if compensation is not None and _is_packed(group):
+                    weight = _unpacked(weight, compensation)
+                elif compensation is not None and group["use_kahan_summation"]:
+                    weight += compensation
                 weights.append(weight)
         return weights
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads the state, each tensor in the dtype that it was saved in.
 
-        Learning rates and the like become the saved ones, as in torch. Kahan summation is on where
-        this optimizer or the saved one has it on; states that were not saved start from zero. Saved
-        states of torch.optim.AdamW load too.
+        Learning rates and the like become the saved ones, as in torch; the implementation stays
+        this optimizer's. Kahan summation is on where this optimizer or the saved one has it on; states
+        that were not saved start from zero, and a compensation is packed where this optimizer packs
+        and the saved one did not. Saved states of torch.optim.AdamW and of torchdistx load too.
         """
         before = self.param_groups
         for group, saved in zip(before, state_dict["param_groups"], strict=False):
@@ -188,6 +254,18 @@ class AnyPrecisionAdamW(Optimizer):
             for key, value in old.items():
                 group.setdefault(key, value)
             group["use_kahan_summation"] |= old["use_kahan_summation"]
+            group["implementation"] = old["implementation"]
+            if _is_packed(group):
+                self._pack(group)
+
+    def _pack(self, group: Mapping) -> None:
+        """Packs the compensations of a group that were loaded as numbers."""
+        for param in group["params"]:
+            state = self.state[param]
+            if "compensation" in state and state["compensation"].dtype is not torch.int16:
+                state["exp_avg_sq"] = state["exp_avg_sq"].to(torch.bfloat16)
+                packed = _packed(param, state["compensation"], state["exp_avg_sq"])
+                state["compensation"] = packed
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
@@ -195,15 +273,28 @@ class AnyPrecisionAdamW(Optimizer):
             param: int(values["step"]) for param, values in self.state.items() if "step" in values
         }
 
+    def _group_of(self, param: Tensor) -> dict:
+        for group in self.param_groups:
+            if any(own is param for own in group["params"]):
+                return group
+        raise ValueError("params: the parameter is not one of this optimizer's")
+
     def _state_of(self, param: Tensor, group: Mapping) -> dict[str, Tensor]:
         """The parameter's state; what is missing, as after an incomplete checkpoint, is created."""
         state = self.state[param]
+        if _is_packed(group) and param.dtype != torch.bfloat16:
+            raise ValueError(
+                f"params: a parameter of {param.dtype} cannot be packed; mode=packed is for "
+                "bfloat16"
+            )
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             self._num_steps[param] = 0
         dtypes = {"exp_avg": group["momentum_dtype"], "exp_avg_sq": group["variance_dtype"]}
         if group["use_kahan_summation"]:
-            dtypes["compensation"] = group["compensation_buffer_dtype"]
+            dtypes["compensation"] = (
+                torch.int16 if _is_packed(group) else group["compensation_buffer_dtype"]
+            )
         for key, dtype in dtypes.items():
             if key not in state:
                 state[key] = torch.zeros_like(
@@ -212,44 +303,87 @@ class AnyPrecisionAdamW(Optimizer):
         return state
 
 
-def _adamw(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    compensation: Tensor | None = None,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
-    step_size: float,
-    variance_scale: float,
-) -> None:
-    """One AdamW update in float32, in place; every tensor is rounded to its own dtype once.
-
-    `.float()` of a float32 tensor is that tensor: then the arithmetic happens in place and the
-    `copy_` that stores the result does nothing.
-    """
-    grad = grad.float()
-    momentum = exp_avg.float().lerp_(grad, 1 - beta1)
-    variance = exp_avg_sq.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    exp_avg.copy_(momentum)
-    exp_avg_sq.copy_(variance)
-    denominator = variance.sqrt().mul_(variance_scale).add_(eps)
-    weight = param.float() if compensation is None else param.float() + compensation
-    weight.mul_(decay).addcdiv_(momentum, denominator, value=-step_size)
-    param.copy_(weight)
-    if compensation is not None:
-        compensation.copy_(weight.sub_(param))
+def _append(batch: Batch, buffers: list[Tensor], group: Mapping, *, num_steps: int) -> None:
+    """Adds a parameter that is at its step `num_steps` to the batch."""
+    beta1, beta2 = group["betas"]
+    param, grad, exp_avg, exp_avg_sq, *compensation = buffers
+    batch.params.append(param)
+    batch.grads.append(grad)
+    batch.exp_avgs.append(exp_avg)
+    batch.exp_avg_sqs.append(exp_avg_sq)
+    batch.compensations += compensation
+    batch.step_sizes.append(group["lr"] / (1 - beta1**num_steps))
+    batch.variance_scales.append(1 / math.sqrt(1 - beta2**num_steps))
+    batch.decays.append(1 - group["lr"] * group["weight_decay"])
+    batch.keys.append(kernel.random_key(group["rounding_seed"], num_steps, param.numel()))
 
 
-def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor] | tuple[Tensor, ...]]:
-    """Matching pieces of tensors of one shape, so that float32 temporaries stay small."""
-    size = _CPU_CHUNK if tensors[0].device.type == "cpu" else _GPU_CHUNK
-    if tensors[0].numel() <= size or not all(tensor.is_contiguous() for tensor in tensors):
-        return iter([tensors])
-    return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
+def _form_of(param: Tensor, grad: Tensor, group: Mapping) -> Form:
+    compensation = None
+    if group["use_kahan_summation"]:
+        compensation = torch.int16 if _is_packed(group) else group["compensation_buffer_dtype"]
+    asked = group["stochastic_rounding"]
+    variance_stalls = group["betas"][1] > _SAFE_BETA2
+    if compensation is None:
+        rounds_randomly = group["weight_rounding"] == "stochastic" and param.dtype == torch.bfloat16
+    else:
+        rounds_randomly = bool(asked) and compensation in (torch.bfloat16, torch.int16)
+    return Form(
+        param=param.dtype,
+        grad=grad.dtype,
+        exp_avg=group["momentum_dtype"],
+        exp_avg_sq=group["variance_dtype"],
+        compensation=compensation,
+        stochastic_variance=(
+            group["variance_dtype"] == torch.bfloat16
+            and compensation is not torch.int16
+            and (variance_stalls if asked == "auto" else asked)
+        ),
+        stochastic_remainder=rounds_randomly,
+        decay_outside=group["decay"] == "outside",
+    )
+
+
+def _carry_of(form: Form, buffers: list[Tensor], asked: Implementation) -> _Carry:
+    """Who carries out a step over the buffers of a parameter."""
+    device = buffers[0].device.type
+    if asked != "aten" and device == "cpu" and _is_one_dense_layout(buffers):
+        problem = native.problem_with(form)
+        if problem is None:
+            return kernel.adamw_
+        if asked == "native":
+            raise RuntimeError(f"implementation: native is not possible here: {problem}")
+    return aten.adamw_
+
+
+def _is_one_dense_layout(buffers: list[Tensor]) -> bool:
+    """Whether element i in memory is the same element in all buffers, without gaps."""
+    if all(buffer.is_contiguous() for buffer in buffers):
+        return True
+    first = buffers[0]
+    return (
+        all(buffer.stride() == first.stride() for buffer in buffers)
+        and torch._prims_common.is_non_overlapping_and_dense(first)  # type: ignore[attr-defined]
+    )
+
+
+def _is_packed(group: Mapping) -> bool:
+    return group["mode"] == "packed" and group["use_kahan_summation"]
+
+
+def _packed(param: Tensor, residual: Tensor, variance: Tensor) -> Tensor:
+    """The words that hold the residual and no more of the variance than its bfloat16 has."""
+    weight = (param.detach().float() + residual.detach().to(param.device, torch.float32)).view(
+        torch.int32
+    )
+    rest = weight + 32 - (param.detach().float().view(torch.int32))
+    assert variance.dtype == torch.bfloat16
+    return (rest.clamp_(-(2**15), 2**15 - 64) & ~63).to(torch.int16)
+
+
+def _unpacked(weight: Tensor, words: Tensor) -> Tensor:
+    """The weights with the bits of their words, float32."""
+    return (weight.view(torch.int32) + (words.to(torch.int32) & ~63)).view(torch.float32)
 
 
 def _check_group(group: Mapping) -> None:
@@ -268,15 +402,49 @@ def _check_group(group: Mapping) -> None:
     ):
         if group[key] not in allowed:
             raise ValueError(f"{key}: {group[key]} is not allowed; allowed: {_names(allowed)}")
+    for key, allowed in (
+        ("mode", MODES),
+        ("implementation", IMPLEMENTATIONS),
+        ("decay", ("inside", "outside")),
+        ("weight_rounding", ("nearest", "stochastic")),
+        ("stochastic_rounding", ("auto", True, False)),
+    ):
+        if group[key] not in allowed:
+            raise ValueError(
+                f"{key}: {group[key]!r} is not allowed; allowed: {', '.join(map(str, allowed))}"
+            )
+    seed = group["rounding_seed"]
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"rounding_seed: {seed!r} is not allowed; it must be in [0, 2^63)")
     for key in ("amsgrad", "maximize", "capturable", "differentiable"):  # of a torch checkpoint
         if group.get(key):
             raise ValueError(f"{key}: AnyPrecisionAdamW has no such variant; it must be false")
+    if group["use_kahan_summation"] and group["weight_rounding"] == "stochastic":
+        raise ValueError(
+            "weight_rounding: stochastic is for weights without Kahan summation; allowed: nearest"
+        )
+    if _is_packed(group) and group["variance_dtype"] != torch.bfloat16:
+        raise ValueError(
+            f"variance_dtype: {group['variance_dtype']} is not allowed with mode=packed; "
+            "allowed: bfloat16"
+        )
     for param in group["params"]:
-        if param.dtype not in _DTYPES or param.layout != torch.strided:
-            raise ValueError(
-                f"params: a {param.layout} parameter of {param.dtype} is not allowed; "
-                f"allowed: dense ones of {_names(_DTYPES)}"
-            )
+        _check_param(param, group)
+
+
+def _check_param(param: Tensor, group: Mapping) -> None:
+    if param.dtype not in _DTYPES or param.layout != torch.strided:
+        raise ValueError(
+            f"params: a {param.layout} parameter of {param.dtype} is not allowed; "
+            f"allowed: dense ones of {_names(_DTYPES)}"
+        )
+    if hasattr(param, "placements"):  # a DTensor: its shards would round by bits of their own
+        raise ValueError("params: AnyPrecisionAdamW takes no DTensor; it is for one device")
+    if group["implementation"] == "native" and param.device.type != "cpu":
+        raise ValueError(
+            f"implementation: native is for parameters on a CPU, not on {param.device.type}; "
+            "allowed: auto, aten"
+        )
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

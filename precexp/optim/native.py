@@ -1,0 +1,173 @@
+"""The step on a CPU: native.c, compiled at first use by the system's compiler into a cache.
+
+A C file and not inductor, because the compiled loop is faster (docs/numerics.md has the table), is
+built in a third of a second where inductor takes 5 to 28, and can't drop a rounding on the way.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from precexp.optim.kernel import Batch, Form, Rates
+
+SOURCE = Path(__file__).with_name("native.c")
+# No fast-math: a NaN is a NaN, and sums stay as they are written.
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math",
+         "-fPIC", "-shared", "-pthread")  # fmt: skip
+BUILD_SECONDS = 60
+
+_DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int16: 4}
+_ELEMENTS_PER_THREAD = 2**16  # starting a thread costs as much as about these
+
+_TENSOR = np.dtype(
+    [
+        *((name, np.uint64) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "compensation")),
+        ("numel", np.int64),
+        *((name, np.float32) for name in ("step_size", "variance_scale", "decay")),
+        *((name, np.uint32) for name in ("key1", "key2")),
+    ],
+    align=True,
+)
+
+_Step = Callable[[int, int, object, int], None]
+
+
+class BuildError(Exception):
+    """Why there is no native step: one line."""
+
+
+def adamw_(form: Form, batch: Batch, rates: Rates) -> None:
+    """Updates the batch in place, on as many threads as torch uses; BuildError if it can't."""
+    table = np.zeros(len(batch.params), _TENSOR)
+    columns = [batch.params, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.compensations]
+    for name, tensors in zip(_TENSOR.names or (), columns, strict=False):
+        if tensors:
+            table[name] = [tensor.data_ptr() for tensor in tensors]
+    table["numel"] = [param.numel() for param in batch.params]
+    table["step_size"] = batch.step_sizes
+    table["variance_scale"] = batch.variance_scales
+    table["decay"] = batch.decays
+    keys = np.array(batch.keys, np.uint64)
+    table["key1"], table["key2"] = keys & 0xFFFFFFFF, keys >> 32
+    numbers = (
+        1 - rates.beta1, rates.beta2, 1 - rates.beta2, rates.eps, rates.grad_multiplier,
+    )  # fmt: skip
+    num_elements = int(table["numel"].sum())
+    num_threads = max(1, min(torch.get_num_threads(), num_elements // _ELEMENTS_PER_THREAD))
+    # ctypes lets go of the interpreter's lock while this runs.
+    step_of(form)(table.ctypes.data, len(table), (ctypes.c_float * 5)(*numbers), num_threads)
+
+
+@functools.cache
+def problem_with(form: Form) -> str | None:
+    """Why the form has no native step here, told once; None if it has one."""
+    try:
+        step_of(form)
+    except BuildError as error:
+        print(
+            f"precexp: no native optimizer step ({error}); taking torch's operations, which are "
+            "several times slower",
+            file=sys.stderr,
+        )
+        return str(error)
+    return None
+
+
+@functools.cache
+def step_of(form: Form) -> _Step:
+    """The compiled function of the form, from the cache or built into it. Raises BuildError."""
+    compiler = _compiler()
+    macros = _macros(form)
+    identity = "\0".join(
+        [SOURCE.read_text(encoding="utf-8"), *FLAGS, *macros, _version(compiler), _cpu_features()]
+    )
+    name = f"adamw-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    try:
+        folder = cache_folder()
+        path = folder / name
+        if not path.exists():
+            _compile(compiler, macros, path)
+        step = ctypes.CDLL(str(path)).precexp_adamw
+    except OSError as error:
+        raise BuildError(f"{error.strerror or error}") from None
+    step.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    step.restype = None
+    return step
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept; raises OSError if it can't be made."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(root).expanduser() / "precexp" / "native"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _compile(compiler: list[str], macros: list[str], path: Path) -> None:
+    """Builds the library beside its place and renames it there, so that none is ever seen half."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
+        built = Path(folder) / path.name
+        command = [*compiler, *FLAGS, *macros, str(SOURCE), "-lm", "-o", str(built)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"{compiler[0]} took over {BUILD_SECONDS} s") from None
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or ["it failed"]
+            raise BuildError(f"{compiler[0]}: {lines[0].strip()}")
+        built.replace(path)
+
+
+def _compiler() -> list[str]:
+    """The C compiler's command: that of $CC, else the first of cc, gcc and clang."""
+    given = os.environ.get("CC", "").split()
+    for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    raise BuildError(f"no C compiler: {' '.join(given) or 'cc, gcc, clang'} not found")
+
+
+@functools.cache
+def _version_of(command: tuple[str, ...]) -> str:
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout
+
+
+def _version(compiler: list[str]) -> str:
+    return " ".join(compiler) + _version_of(tuple(compiler))
+
+
+@functools.cache
+def _cpu_features() -> str:
+    """What -march=native depends on: a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    wanted = ("flags", "Features", "model name", "CPU part")
+    features = sorted({line for line in lines if line.startswith(wanted)})
+    return "\n".join([platform.machine(), platform.processor(), *features])
+
+
+def _macros(form: Form) -> list[str]:
+    names = ("PARAM", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "COMPENSATION")
+    values = {
+        **{name: _DTYPES[dtype] for name, dtype in zip(names, form.dtypes, strict=True)},
+        "STOCHASTIC_VARIANCE": int(form.stochastic_variance),
+        "STOCHASTIC_REMAINDER": int(form.stochastic_remainder),
+        "DECAY_OUTSIDE": int(form.decay_outside),
+    }
+    return [f"-D{name}={value}" for name, value in values.items()]
