@@ -1,4 +1,4 @@
-"""python -m precexp.bench runner [--rounds N] [--steps N] [--output FILE] [key=value ...]"""
+"""python -m precexp.bench {runner,numerics,optimizer} [--output FILE] [options] [key=value ...]"""
 
 import argparse
 import os
@@ -9,20 +9,31 @@ from pathlib import Path
 
 def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
-    from precexp.bench import runner
+    from precexp.bench import numerics, optimizer, runner
     from precexp.cli import compose
     from precexp.config import UserError
 
     parser = argparse.ArgumentParser(prog="python -m precexp.bench", description=__doc__)
-    parser.add_argument("benchmark", choices=["runner"])
+    parser.add_argument("benchmark", choices=["runner", "numerics", "optimizer"])
     parser.add_argument("overrides", nargs="*", help="of the config, as key=value")
-    parser.add_argument("--rounds", type=int, default=runner.ROUNDS)
-    parser.add_argument("--steps", type=int, default=runner.STEPS, help="in each round")
-    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    parser.add_argument("--rounds", type=int, help="runner and optimizer: of all candidates")
+    parser.add_argument("--steps", type=int, default=runner.STEPS, help="runner: in each round")
+    parser.add_argument("--shapes", default="opt-125m", help="optimizer: of which model")
+    parser.add_argument("--threads", type=int, default=1, help="optimizer")
+    parser.add_argument("--output", type=Path, help="JSON, for optimizer CSV")
     args = parser.parse_intermixed_args(arguments)
     try:
-        planned = compose([*runner.OVERRIDES, f"train.max_steps={args.steps}", *args.overrides])
-        runner.bench(planned, rounds=args.rounds, output=args.output)
+        if args.benchmark == "numerics":
+            planned = compose([*numerics.OVERRIDES, *args.overrides])
+            numerics.bench(planned, output=args.output)
+        elif args.benchmark == "optimizer":
+            planned = compose([f"model={args.shapes}", *args.overrides])
+            rounds = args.rounds or optimizer.ROUNDS
+            optimizer.bench(planned, rounds=rounds, threads=args.threads, output=args.output)
+        else:
+            steps = f"train.max_steps={args.steps}"
+            planned = compose([*runner.OVERRIDES, steps, *args.overrides])
+            runner.bench(planned, rounds=args.rounds or runner.ROUNDS, output=args.output)
     except UserError as error:
         print(f"precexp: {error}", file=sys.stderr)
         return 2

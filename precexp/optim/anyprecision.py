@@ -164,10 +164,10 @@ class AnyPrecisionAdamW(Optimizer):
                 scaled = grad if multiplier == 1 else grad * multiplier
                 published.adamw_(param, scaled, state, group)
                 continue
-            form = _form_of(param, grad, group)
             buffers = [param, grad, state["exp_avg"], state["exp_avg_sq"]]
-            if form.compensation is not None:
+            if group["use_kahan_summation"]:
                 buffers.append(state["compensation"])
+            form = _form_of(buffers, group)
             beta1, beta2 = group["betas"]
             rates = Rates(beta1=beta1, beta2=beta2, eps=group["eps"], grad_multiplier=multiplier)
             carry = _carry_of(form, buffers, group["implementation"])
@@ -204,7 +204,7 @@ class AnyPrecisionAdamW(Optimizer):
             )
         state = self._state_of(param, group)
         if _is_packed(group):
-            residual = _packed(param, residual, state["exp_avg_sq"])
+            residual = _packed(param, residual)
         state["compensation"].copy_(residual.detach())
 
     @torch.no_grad()
@@ -226,9 +226,10 @@ class AnyPrecisionAdamW(Optimizer):
         """Loads the state, each tensor in the dtype that it was saved in.
 
         Learning rates and the like become the saved ones, as in torch; the implementation stays
-        this optimizer's. Kahan summation is on where this optimizer or the saved one has it on; states
-        that were not saved start from zero, and a compensation is packed where this optimizer packs
-        and the saved one did not. Saved states of torch.optim.AdamW and of torchdistx load too.
+        this optimizer's. Kahan summation is on where this optimizer or the saved one has it on;
+        states that were not saved start from zero, and a compensation is packed where this
+        optimizer packs and the saved one did not. Saved states of torch.optim.AdamW and of
+        torchdistx load too.
         """
         before = self.param_groups
         for group, saved in zip(before, state_dict["param_groups"], strict=False):
@@ -259,13 +260,13 @@ class AnyPrecisionAdamW(Optimizer):
                 self._pack(group)
 
     def _pack(self, group: Mapping) -> None:
-        """Packs the compensations of a group that were loaded as numbers."""
+        """Packs what a group has loaded as numbers."""
         for param in group["params"]:
             state = self.state[param]
-            if "compensation" in state and state["compensation"].dtype is not torch.int16:
+            if "exp_avg_sq" in state:
                 state["exp_avg_sq"] = state["exp_avg_sq"].to(torch.bfloat16)
-                packed = _packed(param, state["compensation"], state["exp_avg_sq"])
-                state["compensation"] = packed
+            if "compensation" in state and state["compensation"].dtype is not torch.int16:
+                state["compensation"] = _packed(param, state["compensation"])
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
@@ -314,28 +315,28 @@ def _append(batch: Batch, buffers: list[Tensor], group: Mapping, *, num_steps: i
     batch.compensations += compensation
     batch.step_sizes.append(group["lr"] / (1 - beta1**num_steps))
     batch.variance_scales.append(1 / math.sqrt(1 - beta2**num_steps))
-    batch.decays.append(1 - group["lr"] * group["weight_decay"])
+    batch.decay_rates.append(group["lr"] * group["weight_decay"])
     batch.keys.append(kernel.random_key(group["rounding_seed"], num_steps, param.numel()))
 
 
-def _form_of(param: Tensor, grad: Tensor, group: Mapping) -> Form:
-    compensation = None
-    if group["use_kahan_summation"]:
-        compensation = torch.int16 if _is_packed(group) else group["compensation_buffer_dtype"]
+def _form_of(buffers: list[Tensor], group: Mapping) -> Form:
+    """The form of the buffers as they are: a loaded state keeps the dtype that it was saved in."""
+    param, grad, exp_avg, exp_avg_sq, *rest = (buffer.dtype for buffer in buffers)
+    compensation = rest[0] if rest else None
     asked = group["stochastic_rounding"]
     variance_stalls = group["betas"][1] > _SAFE_BETA2
     if compensation is None:
-        rounds_randomly = group["weight_rounding"] == "stochastic" and param.dtype == torch.bfloat16
+        rounds_randomly = group["weight_rounding"] == "stochastic" and param == torch.bfloat16
     else:
         rounds_randomly = bool(asked) and compensation in (torch.bfloat16, torch.int16)
     return Form(
-        param=param.dtype,
-        grad=grad.dtype,
-        exp_avg=group["momentum_dtype"],
-        exp_avg_sq=group["variance_dtype"],
+        param=param,
+        grad=grad,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
         compensation=compensation,
         stochastic_variance=(
-            group["variance_dtype"] == torch.bfloat16
+            exp_avg_sq == torch.bfloat16
             and compensation is not torch.int16
             and (variance_stalls if asked == "auto" else asked)
         ),
@@ -358,9 +359,14 @@ def _carry_of(form: Form, buffers: list[Tensor], asked: Implementation) -> _Carr
 
 def _is_one_dense_layout(buffers: list[Tensor]) -> bool:
     """Whether element i in memory is the same element in all buffers, without gaps."""
+    first = buffers[0]
+    if any(buffer.shape != first.shape for buffer in buffers):
+        raise ValueError(
+            f"a state of shape {[tuple(buffer.shape) for buffer in buffers[2:]]} is loaded for a "
+            f"parameter of shape {tuple(first.shape)}"
+        )
     if all(buffer.is_contiguous() for buffer in buffers):
         return True
-    first = buffers[0]
     return (
         all(buffer.stride() == first.stride() for buffer in buffers)
         and torch._prims_common.is_non_overlapping_and_dense(first)  # type: ignore[attr-defined]
@@ -371,13 +377,11 @@ def _is_packed(group: Mapping) -> bool:
     return group["mode"] == "packed" and group["use_kahan_summation"]
 
 
-def _packed(param: Tensor, residual: Tensor, variance: Tensor) -> Tensor:
-    """The words that hold the residual and no more of the variance than its bfloat16 has."""
-    weight = (param.detach().float() + residual.detach().to(param.device, torch.float32)).view(
-        torch.int32
-    )
-    rest = weight + 32 - (param.detach().float().view(torch.int32))
-    assert variance.dtype == torch.bfloat16
+def _packed(param: Tensor, residual: Tensor) -> Tensor:
+    """The words that hold the residual, and of the variance no more than its bfloat16 has."""
+    stored = param.detach().float()
+    weight = stored + residual.detach().to(param.device, torch.float32)
+    rest = weight.view(torch.int32) + 32 - stored.view(torch.int32)
     return (rest.clamp_(-(2**15), 2**15 - 64) & ~63).to(torch.int16)
 
 

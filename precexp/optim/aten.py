@@ -3,6 +3,8 @@
 The same arithmetic as native.c, where there is no compiler; random bits are the same bit for bit.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from precexp.optim.kernel import Batch, Form, Rates
 # in its cache, on a GPU a pass is long enough to hide its launches.
 _CPU_CHUNK = 2**16
 _GPU_CHUNK = 2**24
+
+_BLOCK = 2**16  # elements whose random bits have one key
 
 
 def adamw_(form: Form, batch: Batch, rates: Rates) -> None:
@@ -26,7 +30,7 @@ def adamw_(form: Form, batch: Batch, rates: Rates) -> None:
                 rates,
                 step_size=batch.step_sizes[index],
                 variance_scale=batch.variance_scales[index],
-                decay=batch.decays[index],
+                decay_rate=batch.decay_rates[index],
                 first=start,
                 key=batch.keys[index],
             )
@@ -42,7 +46,7 @@ def _update(
     *,
     step_size: float,
     variance_scale: float,
-    decay: float,
+    decay_rate: float,
     first: int,
     key: int,
 ) -> None:
@@ -56,7 +60,7 @@ def _update(
     param, grad, exp_avg, exp_avg_sq, *rest = parts
     compensation = rest[0] if rest else None
     if form.decay_outside:
-        param.copy_(param.float() * decay)
+        param.copy_(param.float() * (1 - decay_rate))
     if form.is_packed:
         assert compensation is not None
         word = compensation.to(torch.int32)
@@ -74,7 +78,7 @@ def _update(
     exp_avg.copy_(momentum)
     denominator = variance.sqrt().mul_(variance_scale).add_(rates.eps)
     if not form.decay_outside:
-        weight.mul_(decay)
+        weight.add_(weight, alpha=-decay_rate)
     weight.addcdiv_(momentum, denominator, value=-step_size)
 
     for_remainder = for_variance = None
@@ -95,23 +99,41 @@ def _update(
 
 
 def random_bits(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    """The 16 random bits of elements first to first + count, less 2^15: int16 `[count]`.
+    """The 16 random bits of elements first to first + count, as int32 `[count]`.
 
-    A hash of two elements holds them: Wellons' lowbias32 with a second key between its rounds, as
-    in native.c. int32 wraps like uint32; its shift to the right copies the sign, which the masks
-    take off again.
+    A word holds those of two elements. It is made as native.c says, in int32, which wraps like
+    uint32; its shift to the right copies the sign, which the masks take off again.
     """
-    key1, key2 = key & 0xFFFFFFFF, key >> 32
-    x = torch.arange(first // 2, (first + count + 1) // 2, dtype=torch.int32, device=device)
-    x ^= _signed(key1)
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= 0x7FEB352D
+    blocks = range(first // _BLOCK, (first + count - 1) // _BLOCK + 1)
+    keys = torch.tensor([_signed(_block_key(block, key)) for block in blocks], dtype=torch.int32)
+    x = _first_round(device) + keys.to(device)[:, None]
+    _last_rounds(x)
+    begin = first - blocks.start * _BLOCK
+    halves = x.view(torch.uint16).view(-1)[begin : begin + count]  # little-endian: even ones first
+    return halves.to(torch.int32)
+
+
+@functools.cache
+def _first_round(device: torch.device) -> Tensor:
+    """Of the places in a block, int32 `[2^15]`."""
+    return torch.arange(_BLOCK // 2, dtype=torch.int32, device=device).mul_(0x7FEB352D)
+
+
+def _last_rounds(x: Tensor) -> Tensor:
+    """In place."""
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x += _signed(key2)
     x *= _signed(0x846CA68B)
     x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x ^= _signed(0x80008000)
-    return x.view(torch.int16)[first % 2 :][:count]  # little-endian: the even element's first
+    return x
+
+
+def _block_key(block: int, key: int) -> int:
+    x = (block ^ key) & 0xFFFFFFFF
+    x ^= x >> 16
+    x = (x * 0x7FEB352D + (key >> 32)) & 0xFFFFFFFF
+    x ^= x >> 15
+    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
 
 
 def _store(buffer: Tensor, values: Tensor, random: Tensor | None, form: Form) -> None:
@@ -123,8 +145,8 @@ def _store(buffer: Tensor, values: Tensor, random: Tensor | None, form: Form) ->
         buffer.copy_(values)
         return
     is_nan = None if form.is_16_bit else values.isnan()  # as native.c, on why
-    _bits(values).add_(random).add_(2**15)
-    buffer.view(torch.int16).copy_(values.view(torch.int16)[1::2])  # little-endian: the upper half
+    upper = _bits(values).add_(random).bitwise_right_shift_(16)
+    buffer.view(torch.int16).copy_(upper)
     if is_nan is not None:
         buffer.masked_fill_(is_nan, torch.nan)
 
@@ -138,12 +160,12 @@ def _store_packed(
     if not form.is_16_bit:
         is_nan, is_nan_variance = weight.isnan(), variance.isnan()
     master = _bits(weight)
-    master += 32 if random is None else (random.to(torch.int32) + 2**15) >> 10
+    master += 32 if random is None else random >> 10
     word = (_bits(variance).add_(512) >> 10).bitwise_and_(63).bitwise_or_(master & 0xFFC0)
     compensation.copy_(word)  # the lower half
     master += 2**15
-    param.view(torch.int16).copy_(weight.view(torch.int16)[1::2])
-    exp_avg_sq.view(torch.int16).copy_(variance.view(torch.int16)[1::2])
+    param.view(torch.int16).copy_(master.bitwise_right_shift_(16))
+    exp_avg_sq.view(torch.int16).copy_(_bits(variance).bitwise_right_shift_(16))
     if is_nan is not None and is_nan_variance is not None:
         param.masked_fill_(is_nan, torch.nan)
         exp_avg_sq.masked_fill_(is_nan_variance, torch.nan)

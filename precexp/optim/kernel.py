@@ -66,7 +66,7 @@ class Batch:
     compensations: list[Tensor] = field(default_factory=list)
     step_sizes: list[float] = field(default_factory=list)  # lr / (1 - beta1^step)
     variance_scales: list[float] = field(default_factory=list)  # 1 / sqrt(1 - beta2^step)
-    decays: list[float] = field(default_factory=list)  # 1 - lr * weight_decay
+    decay_rates: list[float] = field(default_factory=list)  # lr * weight_decay
     keys: list[int] = field(default_factory=list)  # of the random bits, in [0, 2^63)
 
     def buffers(self) -> Iterator[tuple[Tensor, ...]]:
@@ -101,7 +101,7 @@ def adamw_(form: Form, batch: Batch, rates: Rates) -> None:
         batch.compensations,
         batch.step_sizes,
         batch.variance_scales,
-        batch.decays,
+        batch.decay_rates,
         batch.keys,
         rates.beta1,
         rates.beta2,
@@ -116,7 +116,7 @@ def adamw_(form: Form, batch: Batch, rates: Rates) -> None:
 _LIBRARY = torch.library.Library("precexp", "DEF")
 _LIBRARY.define(
     "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] compensations, float[] step_sizes, float[] variance_scales, float[] decays, "
+    "Tensor(d!)[] compensations, float[] step_sizes, float[] variance_scales, float[] decay_rates, "
     "int[] keys, float beta1, float beta2, float eps, float grad_multiplier, "
     "bool stochastic_variance, bool stochastic_remainder, bool decay_outside) -> ()"
 )
@@ -133,7 +133,7 @@ def _register(dispatch_key: str, carry_out: Callable[[Form, Batch, Rates], None]
         compensations: list[Tensor],
         step_sizes: list[float],
         variance_scales: list[float],
-        decays: list[float],
+        decay_rates: list[float],
         keys: list[int],
         beta1: float,
         beta2: float,
@@ -161,7 +161,7 @@ def _register(dispatch_key: str, carry_out: Callable[[Form, Batch, Rates], None]
             compensations=compensations,
             step_sizes=step_sizes,
             variance_scales=variance_scales,
-            decays=decays,
+            decay_rates=decay_rates,
             keys=keys,
         )
         carry_out(

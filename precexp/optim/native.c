@@ -23,7 +23,7 @@
 typedef struct {
     void *param, *grad, *exp_avg, *exp_avg_sq, *compensation;
     int64_t numel;
-    float step_size, variance_scale, decay;
+    float step_size, variance_scale, decay_rate;
     uint32_t key1, key2;
 } Tensor;
 
@@ -35,16 +35,26 @@ INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 INLINE int is_nan(uint32_t u) { return (u & 0x7FFFFFFFu) > 0x7F800000u; }
 
-/* Random bits of the pair of elements 2i and 2i + 1 in a step, 16 each: Wellons' lowbias32 with a
- * second key between its rounds. */
-INLINE uint32_t random_bits(uint32_t pair, uint32_t key1, uint32_t key2) {
-    uint32_t x = pair ^ key1;
-    x ^= x >> 16;
-    x *= 0x7FEB352Du;
+/* The random bits of a step: 32 for the pair of elements 2i and 2i + 1. The rounds are those of
+ * Wellons' lowbias32: all of them, with two keys, on the number of a block of 2^15 pairs, and the
+ * last ones on the place in the block plus that. (So aten.py has the first round in a table.) */
+#define BLOCK_BITS 15
+
+INLINE uint32_t last_rounds(uint32_t x) {
     x ^= x >> 15;
-    x += key2;
     x *= 0x846CA68Bu;
     return x ^ (x >> 16);
+}
+
+INLINE uint32_t block_key(int64_t pair, uint32_t key1, uint32_t key2) {
+    uint32_t x = (uint32_t)(pair >> BLOCK_BITS) ^ key1;
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    return last_rounds(x + key2);
+}
+
+INLINE uint32_t random_bits(int64_t pair, uint32_t key) {
+    return last_rounds((uint32_t)(pair & ((1 << BLOCK_BITS) - 1)) * 0x7FEB352Du + key);
 }
 
 /* An element in a register is an image: the bits of a float32 of its value. The image of a bfloat16
@@ -97,7 +107,7 @@ INLINE void step(
 ) {
     float weight = JOIN(value, PARAM)(e->param);
 #if DECAY_OUTSIDE
-    weight = JOIN(value, PARAM)(JOIN(rounded, PARAM)(weight * t->decay, 0, 0));
+    weight = JOIN(value, PARAM)(JOIN(rounded, PARAM)(weight * (1 - t->decay_rate), 0, 0));
 #endif
 #if COMPENSATION == WORD
     /* The word: 10 more bits of the weight, signed, and 6 more bits of the variance. */
@@ -115,7 +125,7 @@ INLINE void step(
     const float variance = r->beta2 * old_variance + r->one_minus_beta2 * (g * g);
     const float denominator = sqrtf(variance) * t->variance_scale + r->eps;
 #if !DECAY_OUTSIDE
-    weight *= t->decay;
+    weight -= weight * t->decay_rate; /* 1 - rate in float32 would be a few per cent off */
 #endif
     weight -= t->step_size * (momentum / denominator);
 
@@ -156,9 +166,9 @@ static void update_one(const Tensor *t, const Rates *r, int64_t i) {
     JOIN(type, COMPENSATION) *compensation = t->compensation;
     e.compensation = JOIN(image, COMPENSATION)(compensation[i]);
 #endif
-    const uint32_t pair = (uint32_t)(i >> 1);
-    step(&e, t, r, random_bits(pair, t->key2, t->key1) >> shift & 0xFFFF,
-         random_bits(pair, t->key1, t->key2) >> shift & 0xFFFF);
+    const int64_t pair = i >> 1;
+    step(&e, t, r, random_bits(pair, block_key(pair, t->key2, t->key1)) >> shift & 0xFFFF,
+         random_bits(pair, block_key(pair, t->key1, t->key2)) >> shift & 0xFFFF);
     param[i] = JOIN(stored, PARAM)(e.param);
     exp_avg[i] = JOIN(stored, EXP_AVG)(e.exp_avg);
     exp_avg_sq[i] = JOIN(stored, EXP_AVG_SQ)(e.exp_avg_sq);
@@ -174,17 +184,18 @@ INLINE uint32_t even(uint32_t pair) { return pair << 16; }
 INLINE uint32_t odd(uint32_t pair) { return pair & 0xFFFF0000u; }
 INLINE uint32_t paired(uint32_t even, uint32_t odd) { return even >> 16 | (odd & 0xFFFF0000u); }
 
-static void update(const Tensor *tensor, const Rates *rates, int64_t begin, int64_t end) {
+/* The pairs from begin to end, of one block. */
+static void update_pairs(const Tensor *tensor, const Rates *rates, int64_t begin, int64_t end) {
     const Tensor t = *tensor;
     const Rates r = *rates;
-    if (begin & 1) update_one(&t, &r, begin++);
-    if (begin < end && end & 1) update_one(&t, &r, --end);
+    const uint32_t variance_key = block_key(begin, t.key2, t.key1);
+    const uint32_t remainder_key = block_key(begin, t.key1, t.key2);
     Pair *restrict param = t.param, *restrict exp_avg = t.exp_avg;
     Pair *restrict exp_avg_sq = t.exp_avg_sq, *restrict compensation = t.compensation;
     const Pair *restrict grad = t.grad;
-    for (int64_t i = begin / 2; i < end / 2; i++) {
-        const uint32_t for_variance = random_bits((uint32_t)i, t.key2, t.key1);
-        const uint32_t for_remainder = random_bits((uint32_t)i, t.key1, t.key2);
+    for (int64_t i = begin; i < end; i++) {
+        const uint32_t for_variance = random_bits(i, variance_key);
+        const uint32_t for_remainder = random_bits(i, remainder_key);
         const uint32_t p = param[i], g = grad[i], m = exp_avg[i], v = exp_avg_sq[i];
         const uint32_t c = COMPENSATION == NONE ? 0 : compensation[i];
         Element a = {even(p), even(g), even(m), even(v), even(c)};
@@ -195,6 +206,15 @@ static void update(const Tensor *tensor, const Rates *rates, int64_t begin, int6
         exp_avg[i] = paired(a.exp_avg, b.exp_avg);
         exp_avg_sq[i] = paired(a.exp_avg_sq, b.exp_avg_sq);
         if (COMPENSATION != NONE) compensation[i] = paired(a.compensation, b.compensation);
+    }
+}
+
+static void update(const Tensor *t, const Rates *r, int64_t begin, int64_t end) {
+    if (begin & 1) update_one(t, r, begin++);
+    if (begin < end && end & 1) update_one(t, r, --end);
+    for (int64_t i = begin / 2, next; i < end / 2; i = next) {
+        next = ((i >> BLOCK_BITS) + 1) << BLOCK_BITS;
+        update_pairs(t, r, i, next < end / 2 ? next : end / 2);
     }
 }
 #else

@@ -1,7 +1,7 @@
 """The step on a CPU: native.c, compiled at first use by the system's compiler into a cache.
 
 A C file and not inductor, because the compiled loop is faster (docs/numerics.md has the table), is
-built in a third of a second where inductor takes 5 to 28, and can't drop a rounding on the way.
+built in a third of a second, and can't drop a rounding on the way.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _TENSOR = np.dtype(
     [
         *((name, np.uint64) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "compensation")),
         ("numel", np.int64),
-        *((name, np.float32) for name in ("step_size", "variance_scale", "decay")),
+        *((name, np.float32) for name in ("step_size", "variance_scale", "decay_rate")),
         *((name, np.uint32) for name in ("key1", "key2")),
     ],
     align=True,
@@ -57,7 +57,7 @@ def adamw_(form: Form, batch: Batch, rates: Rates) -> None:
     table["numel"] = [param.numel() for param in batch.params]
     table["step_size"] = batch.step_sizes
     table["variance_scale"] = batch.variance_scales
-    table["decay"] = batch.decays
+    table["decay_rate"] = batch.decay_rates
     keys = np.array(batch.keys, np.uint64)
     table["key1"], table["key2"] = keys & 0xFFFFFFFF, keys >> 32
     numbers = (
@@ -75,35 +75,47 @@ def problem_with(form: Form) -> str | None:
     try:
         step_of(form)
     except BuildError as error:
-        print(
-            f"precexp: no native optimizer step ({error}); taking torch's operations, which are "
-            "several times slower",
-            file=sys.stderr,
-        )
+        _tell(str(error))
         return str(error)
     return None
 
 
 @functools.cache
+def _tell(problem: str) -> None:
+    print(
+        f"precexp: no native optimizer step ({problem}); taking torch's operations, which are "
+        "several times slower",
+        file=sys.stderr,
+    )
+
+
+@functools.cache
 def step_of(form: Form) -> _Step:
     """The compiled function of the form, from the cache or built into it. Raises BuildError."""
-    compiler = _compiler()
-    macros = _macros(form)
-    identity = "\0".join(
-        [SOURCE.read_text(encoding="utf-8"), *FLAGS, *macros, _version(compiler), _cpu_features()]
-    )
-    name = f"adamw-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
-    try:
-        folder = cache_folder()
-        path = folder / name
-        if not path.exists():
-            _compile(compiler, macros, path)
-        step = ctypes.CDLL(str(path)).precexp_adamw
-    except OSError as error:
-        raise BuildError(f"{error.strerror or error}") from None
+    step = load_library(SOURCE, _macros(form)).precexp_adamw
     step.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
     step.restype = None
     return step
+
+
+def load_library(source: Path, macros: list[str]) -> ctypes.CDLL:
+    """The C file as a library, from the cache or built into it. Raises BuildError."""
+    compiler = _compiler()
+    identity = "\0".join(
+        [source.read_text(encoding="utf-8"), *FLAGS, *macros, _version(compiler), _cpu_features()]
+    )
+    name = f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    try:
+        path = cache_folder() / name
+        if not path.exists():
+            _compile(compiler, source, macros, path)
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # damaged: on a disk that was full, say
+            _compile(compiler, source, macros, path)
+            return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{error.strerror or error}") from None
 
 
 def cache_folder() -> Path:
@@ -114,11 +126,11 @@ def cache_folder() -> Path:
     return folder
 
 
-def _compile(compiler: list[str], macros: list[str], path: Path) -> None:
+def _compile(compiler: list[str], source: Path, macros: list[str], path: Path) -> None:
     """Builds the library beside its place and renames it there, so that none is ever seen half."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
         built = Path(folder) / path.name
-        command = [*compiler, *FLAGS, *macros, str(SOURCE), "-lm", "-o", str(built)]
+        command = [*compiler, *FLAGS, *macros, str(source), "-lm", "-o", str(built)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
