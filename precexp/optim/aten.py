@@ -105,12 +105,17 @@ def random_bits(first: int, count: int, key: int, device: torch.device) -> Tenso
     uint32; its shift to the right copies the sign, which the masks take off again.
     """
     blocks = range(first // _BLOCK, (first + count - 1) // _BLOCK + 1)
-    keys = torch.tensor([_signed(_block_key(block, key)) for block in blocks], dtype=torch.int32)
-    x = _first_round(device) + keys.to(device)[:, None]
-    _last_rounds(x)
     begin = first - blocks.start * _BLOCK
-    halves = x.view(torch.uint16).view(-1)[begin : begin + count]  # little-endian: even ones first
-    return halves.to(torch.int32)
+    if len(blocks) == 1:
+        places = slice(begin // 2, (begin + count + 1) // 2)
+        x = _first_round(device)[places] + _signed(_block_key(blocks.start, key))
+        begin %= 2
+    else:
+        keys = [_signed(_block_key(block, key)) for block in blocks]
+        x = _first_round(device) + torch.tensor(keys, dtype=torch.int32, device=device)[:, None]
+    _last_rounds(x)
+    halves = x.view(torch.uint16).view(-1)  # little-endian: the even element's first
+    return halves[begin : begin + count].to(torch.int32)
 
 
 @functools.cache

@@ -53,8 +53,10 @@ INLINE uint32_t block_key(int64_t pair, uint32_t key1, uint32_t key2) {
     return last_rounds(x + key2);
 }
 
-INLINE uint32_t random_bits(int64_t pair, uint32_t key) {
-    return last_rounds((uint32_t)(pair & ((1 << BLOCK_BITS) - 1)) * 0x7FEB352Du + key);
+INLINE uint32_t place_in_block(int64_t pair) { return pair & ((1 << BLOCK_BITS) - 1); }
+
+INLINE uint32_t random_bits(uint32_t place, uint32_t key) {
+    return last_rounds(place * 0x7FEB352Du + key);
 }
 
 /* An element in a register is an image: the bits of a float32 of its value. The image of a bfloat16
@@ -167,8 +169,9 @@ static void update_one(const Tensor *t, const Rates *r, int64_t i) {
     e.compensation = JOIN(image, COMPENSATION)(compensation[i]);
 #endif
     const int64_t pair = i >> 1;
-    step(&e, t, r, random_bits(pair, block_key(pair, t->key2, t->key1)) >> shift & 0xFFFF,
-         random_bits(pair, block_key(pair, t->key1, t->key2)) >> shift & 0xFFFF);
+    const uint32_t place = place_in_block(pair);
+    step(&e, t, r, random_bits(place, block_key(pair, t->key2, t->key1)) >> shift & 0xFFFF,
+         random_bits(place, block_key(pair, t->key1, t->key2)) >> shift & 0xFFFF);
     param[i] = JOIN(stored, PARAM)(e.param);
     exp_avg[i] = JOIN(stored, EXP_AVG)(e.exp_avg);
     exp_avg_sq[i] = JOIN(stored, EXP_AVG_SQ)(e.exp_avg_sq);
@@ -190,12 +193,15 @@ static void update_pairs(const Tensor *tensor, const Rates *rates, int64_t begin
     const Rates r = *rates;
     const uint32_t variance_key = block_key(begin, t.key2, t.key1);
     const uint32_t remainder_key = block_key(begin, t.key1, t.key2);
-    Pair *restrict param = t.param, *restrict exp_avg = t.exp_avg;
-    Pair *restrict exp_avg_sq = t.exp_avg_sq, *restrict compensation = t.compensation;
-    const Pair *restrict grad = t.grad;
-    for (int64_t i = begin; i < end; i++) {
-        const uint32_t for_variance = random_bits(i, variance_key);
-        const uint32_t for_remainder = random_bits(i, remainder_key);
+    const uint32_t first = place_in_block(begin), count = (uint32_t)(end - begin);
+    Pair *restrict param = (Pair *)t.param + begin;
+    Pair *restrict exp_avg = (Pair *)t.exp_avg + begin;
+    Pair *restrict exp_avg_sq = (Pair *)t.exp_avg_sq + begin;
+    Pair *restrict compensation = COMPENSATION == NONE ? 0 : (Pair *)t.compensation + begin;
+    const Pair *restrict grad = (const Pair *)t.grad + begin;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t for_variance = random_bits(first + i, variance_key);
+        const uint32_t for_remainder = random_bits(first + i, remainder_key);
         const uint32_t p = param[i], g = grad[i], m = exp_avg[i], v = exp_avg_sq[i];
         const uint32_t c = COMPENSATION == NONE ? 0 : compensation[i];
         Element a = {even(p), even(g), even(m), even(v), even(c)};
