@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from precexp.optim import AnyPrecisionAdamW, aten, kernel, native
+from precexp.optim import AnyPrecisionAdamW, anyprecision, aten, kernel, native
 from precexp.optim.kernel import Form, random_key
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -381,6 +381,13 @@ FORM = Form(
     param=BF16, grad=BF16, exp_avg=BF16, exp_avg_sq=BF16, compensation=BF16,
     stochastic_variance=False, stochastic_remainder=True, decay_outside=False,
 )  # fmt: skip
+
+
+def test_parameters_that_left_the_cpu_are_not_stepped_natively() -> None:
+    buffers = [torch.zeros(3, dtype=BF16, device="meta")] * 5
+    with pytest.raises(RuntimeError, match="native is for a CPU, not for meta"):
+        anyprecision._carry_of(FORM, buffers, "native")
+    assert anyprecision._carry_of(FORM, buffers, "auto") is aten.adamw_
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

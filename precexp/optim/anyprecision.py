@@ -348,6 +348,8 @@ def _form_of(buffers: list[Tensor], group: Mapping) -> Form:
 def _carry_of(form: Form, buffers: list[Tensor], asked: Implementation) -> _Carry:
     """Who carries out a step over the buffers of a parameter."""
     device = buffers[0].device.type
+    if asked == "native" and device != "cpu":  # moved since the optimizer was made
+        raise RuntimeError(f"implementation: native is for a CPU, not for {device}")
     if asked != "aten" and device == "cpu" and _is_one_dense_layout(buffers):
         problem = native.problem_with(form)
         if problem is None:
