@@ -67,10 +67,15 @@ def _keep_freed_memory() -> None:
     By default the activations and logits of each step go back to the system and come again as
     pages to be zeroed, which takes a CPU run of opt-tiny up to a third of its time.
     """
+    set_malloc(mmap_threshold=2**25, trim_threshold=2**31 - 1)  # the most that every glibc takes
+
+
+def set_malloc(*, mmap_threshold: int, trim_threshold: int) -> None:
+    """Bytes from which glibc maps a block of its own, and from which it returns what is free."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the most that every glibc takes
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_MMAP_THRESHOLD, mmap_threshold)
+        mallopt(_M_TRIM_THRESHOLD, trim_threshold)
 
 
 def _device_name(device: torch.device) -> str:

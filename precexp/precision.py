@@ -1,6 +1,6 @@
 """A precision recipe as a value, and the census that says whether a run really has it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,18 +35,23 @@ class Precision:
     def forward_dtype(self) -> torch.dtype:
         return self.autocast_dtype or self.param_dtype
 
-    def cast_parameters(self, model: nn.Module) -> None:
-        """Casts the parameters in place, tied ones once; never a buffer: rotary ones need fp32."""
-        for param in model.parameters():
-            self.cast(param)
+    def cast_parameters(
+        self,
+        model: nn.Module,
+        *,
+        on_cast: Callable[[nn.Parameter, Tensor], None] = lambda param, full: None,
+    ) -> None:
+        """Casts the parameters in place, tied ones once; never a buffer: rotary ones need fp32.
 
-    def cast(self, param: nn.Parameter) -> Tensor:
-        """Casts a float32 parameter in place; returns what that rounded away, float32."""
-        full = param.data
-        param.data = full.to(self.param_dtype)
-        if self.gradient_dtype != self.param_dtype:
-            param.grad_dtype = self.gradient_dtype
-        return full.float() - param.data.float()
+        `on_cast` is given each one after its cast, with what it held before, which then goes: no
+        second full copy of the model lives.
+        """
+        for param in model.parameters():
+            full = param.data
+            param.data = full.to(self.param_dtype)
+            if self.gradient_dtype != self.param_dtype:
+                param.grad_dtype = self.gradient_dtype
+            on_cast(param, full)
 
     def forward_context(self) -> torch.autocast:
         """The context of a forward pass with its loss; the backward pass stays outside."""

@@ -161,16 +161,17 @@ def place(
     device: torch.device,
     compiled: bool,
 ) -> None:
-    """Moves the fp32 model to the device and casts it, a parameter at a time.
+    """Moves the fp32 model to the device and casts its parameters.
 
     What the cast rounds away begins the compensation, where the optimizer has one for it.
     """
-    for param in model.parameters():
-        param.data = param.data.to(device)
-        residual = precision.cast(param)
+
+    def keep_residual(param: torch.nn.Parameter, full: torch.Tensor) -> None:
         if isinstance(optimizer, AnyPrecisionAdamW) and optimizer.keeps_residual(param):
-            optimizer.set_residual(param, residual)
+            optimizer.set_residual(param, full - param.data.float())
+
     model.to(device)  # type: ignore[arg-type]
+    precision.cast_parameters(model, on_cast=keep_residual)
     if compiled:
         model.compile()
 

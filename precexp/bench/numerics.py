@@ -1,12 +1,11 @@
 """What each mode of AnyPrecisionAdamW keeps of the update it is asked for, at bf16 everywhere.
 
-Three experiments without a training loop of their own numbers: decay alone (idle weights), a
-variance whose gradients become ten times smaller, and the gradients of one training run given to
-every candidate and to an AdamW in float64.
+Three experiments: the decay of idle weights, a variance whose gradients become ten times smaller,
+and the gradients of one training run given to every candidate and to an AdamW in float64.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from precexp.config import RunConfig
 from precexp.data import Batches
 from precexp.model import build_model
 from precexp.optim import AnyPrecisionAdamW
+from precexp.optim.kernel import unpacked_variance
 from precexp.record import write_json
 from precexp.run import read_blocks
 from precexp.sweep import PlannedRun
@@ -38,8 +38,6 @@ CANDIDATES: Mapping[str, Mapping[str, object]] = {
 }
 DECAY_RATES = (2e-5, 5e-6, 1e-6)  # lr * weight_decay
 BETAS2 = (0.999, 0.95)
-
-Build = Callable[..., AnyPrecisionAdamW]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +208,7 @@ def _variance(optimizer: AnyPrecisionAdamW, param: nn.Parameter) -> Tensor:
     words = state.get("compensation")
     if words is None or words.dtype != torch.int16:
         return variance
-    more = (words.to(torch.int32) & 63) << 10
-    return (variance.view(torch.int32) | more).view(torch.float32)
+    return unpacked_variance(variance, words)
 
 
 def _normal(count: int, *, seed: int) -> Tensor:

@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from precexp import environment
 from precexp.model import read_model_config
 from precexp.optim import AnyPrecisionAdamW, native
 from precexp.sweep import PlannedRun
@@ -69,7 +70,8 @@ def bench(
             seconds[name] += [_seconds(optimizer.step) for _ in range(STEPS)]
             states[name] = _state_bytes(optimizer) / sum(p.numel() for p in tensors[dtype])
             del optimizer
-    _return_freed_memory()  # slows the steps down: hence after the timing
+    # Else a peak would not show in what is resident. After the timing, since it slows steps down.
+    environment.set_malloc(mmap_threshold=2**16, trim_threshold=0)
     for name, (dtype, build) in candidates.items():
         optimizer = build(tensors[dtype])
         optimizer.step()
@@ -191,14 +193,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for value in state.values()
         if isinstance(value, Tensor) and value.shape == param.shape and param.ndim
     )
-
-
-def _return_freed_memory() -> None:
-    """Makes malloc give each block back when freed, so that a peak shows in what is resident."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
-        mallopt(-1, 0)  # M_TRIM_THRESHOLD
 
 
 def _peak_extra_bytes(step: Callable[[], object]) -> int | None:

@@ -216,7 +216,7 @@ class AnyPrecisionAdamW(Optimizer):
                 weight = param.detach().to(torch.float32, copy=True)
                 compensation = self.state[param].get("compensation")
                 if compensation is not None and _is_packed(group):
-                    weight = _unpacked(weight, compensation)
+                    weight = kernel.unpacked_weight(weight, compensation)
                 elif compensation is not None and group["use_kahan_summation"]:
                     weight += compensation
                 weights.append(weight)
@@ -385,11 +385,6 @@ def _packed(param: Tensor, residual: Tensor) -> Tensor:
     weight = stored + residual.detach().to(param.device, torch.float32)
     rest = weight.view(torch.int32) + 32 - stored.view(torch.int32)
     return (rest.clamp_(-(2**15), 2**15 - 64) & ~63).to(torch.int16)
-
-
-def _unpacked(weight: Tensor, words: Tensor) -> Tensor:
-    """The weights with the bits of their words, float32."""
-    return (weight.view(torch.int32) + (words.to(torch.int32) & ~63)).view(torch.float32)
 
 
 def _check_group(group: Mapping) -> None:

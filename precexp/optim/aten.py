@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from precexp.optim.kernel import Batch, Form, Rates
+from precexp.optim.kernel import Batch, Form, Rates, unpacked_variance, unpacked_weight
 
 # Elements per pass. The temporaries are float32 or int32, so this bounds them: on a CPU they stay
 # in its cache, on a GPU a pass is long enough to hide its launches.
@@ -63,9 +63,8 @@ def _update(
         param.copy_(param.float() * (1 - decay_rate))
     if form.is_packed:
         assert compensation is not None
-        word = compensation.to(torch.int32)
-        weight = (_bits(param.float()) + (word & ~63)).view(torch.float32)
-        variance = (_bits(exp_avg_sq.float()) | (word & 63) << 10).view(torch.float32)
+        weight = unpacked_weight(param, compensation)
+        variance = unpacked_variance(exp_avg_sq, compensation)
     else:
         weight = param.float() if compensation is None else param.float() + compensation
         variance = exp_avg_sq.float()

@@ -77,6 +77,17 @@ class Batch:
         return zip(*lists, strict=True)
 
 
+def unpacked_weight(weight: Tensor, words: Tensor) -> Tensor:
+    """The float32 weights with the 10 bits more, signed, that their int16 words have."""
+    return (weight.float().view(torch.int32) + (words.to(torch.int32) & ~63)).view(torch.float32)
+
+
+def unpacked_variance(variance: Tensor, words: Tensor) -> Tensor:
+    """The float32 variances with the 6 bits more that their int16 words have."""
+    more = (words.to(torch.int32) & 63) << 10
+    return (variance.float().view(torch.int32) | more).view(torch.float32)
+
+
 def random_key(seed: int, step: int, numel: int) -> int:
     """The key of a tensor's random bits in a step: Steele et al.'s splitmix64 of the three.
 

@@ -126,7 +126,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def _compile(compiler: list[str], source: Path, macros: list[str], path: Path) -> None:
+def _compile(compiler: tuple[str, ...], source: Path, macros: list[str], path: Path) -> None:
     """Builds the library beside its place and renames it there, so that none is ever seen half."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
         built = Path(folder) / path.name
@@ -143,23 +143,19 @@ def _compile(compiler: list[str], source: Path, macros: list[str], path: Path) -
         built.replace(path)
 
 
-def _compiler() -> list[str]:
+def _compiler() -> tuple[str, ...]:
     """The C compiler's command: that of $CC, else the first of cc, gcc and clang."""
-    given = os.environ.get("CC", "").split()
-    for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+    given = tuple(os.environ.get("CC", "").split())
+    for command in [given] if given else [("cc",), ("gcc",), ("clang",)]:
         if shutil.which(command[0]):
             return command
     raise BuildError(f"no C compiler: {' '.join(given) or 'cc, gcc, clang'} not found")
 
 
 @functools.cache
-def _version_of(command: tuple[str, ...]) -> str:
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
-    return done.stdout
-
-
-def _version(compiler: list[str]) -> str:
-    return " ".join(compiler) + _version_of(tuple(compiler))
+def _version(compiler: tuple[str, ...]) -> str:
+    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    return " ".join(compiler) + done.stdout
 
 
 @functools.cache
