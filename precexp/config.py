@@ -166,7 +166,7 @@ class AnyPrecisionConfig:
     compensation_dtype: Dtype
     use_kahan_summation: bool
     mode: Literal["default", "packed", "published"]
-    implementation: Literal["auto", "native", "aten"]
+    implementation: Literal["auto", "native", "triton", "aten"]
     stochastic_rounding: Literal["auto"] | bool
     decay: Literal["inside", "outside"]
     weight_rounding: Literal["nearest", "stochastic"]

@@ -7,3 +7,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 for secret in ("WANDB_API_KEY", "HF_TOKEN"):
     os.environ.pop(secret, None)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")

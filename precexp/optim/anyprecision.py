@@ -14,16 +14,17 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from precexp.optim import aten, kernel, native, published
+from precexp.optim import aten, kernel, published
 from precexp.optim.kernel import Batch, Form, Rates
 
 Mode = Literal["default", "packed", "published"]
-Implementation = Literal["auto", "native", "aten"]
+Implementation = Literal["auto", "native", "triton", "aten"]
 
 MODES = ("default", "packed", "published")
-IMPLEMENTATIONS = ("auto", "native", "aten")
+IMPLEMENTATIONS = ("auto", "native", "triton", "aten")
 
 # In float16 squared gradients below 6e-8 are 0, and the update would be divided by eps alone.
 _VARIANCE_DTYPES = (torch.float32, torch.bfloat16)
@@ -54,12 +55,13 @@ class AnyPrecisionAdamW(Optimizer):
             operations bit for bit; `packed` is for bfloat16 weights and variances with Kahan
             summation: its `compensation` is an int16 word of 10 more bits of the weight and 6 more
             of the variance. Without Kahan summation, `packed` is `default`.
-        implementation: `native` (compiled C, on a CPU), `aten` (torch's operations, anywhere), or
-            `auto`: native where it can be had.
+        implementation: `native` (compiled C, on a CPU), `triton` (one launch for all tensors, on a
+            CUDA GPU), `aten` (torch's operations, anywhere), or `auto`: the device's own where it
+            can be had. Under TRITON_INTERPRET=1, triton takes native's place.
         stochastic_rounding: of a bfloat16 variance, and of what the weight's rounding leaves (a
             bfloat16 compensation, the last bit of a packed weight). `auto`: always of the latter,
-            of the variance where beta2 > 0.98. The bits are a hash of `rounding_seed`, the step and
-            the element, so a resumed run has the same ones.
+            of the variance where beta2 > 0.98. The bits are a function of `rounding_seed`, the step
+            and the element, so a resumed run has the same ones.
         rounding_seed: at least 0.
         decay: an ablation: `outside` multiplies and rounds the stored weight first, as published.
         weight_rounding: an ablation: `stochastic` rounds a bfloat16 weight without compensation.
@@ -136,8 +138,9 @@ class AnyPrecisionAdamW(Optimizer):
     ) -> float | None:
         """Updates every parameter that has a gradient; returns the closure's loss.
 
-        Gradients count `grad_multiplier` times, as after a clip, and are left as they are. Raises
-        RuntimeError for a sparse gradient, and where the implementation asked for can't be had.
+        Gradients count `grad_multiplier` times, as after a clip, and are left as they are; a 0-dim
+        tensor on their device makes no host wait. Raises RuntimeError for a sparse gradient, and
+        where the implementation asked for can't be had.
         """
         loss = None
         if closure is not None:
@@ -154,15 +157,15 @@ class AnyPrecisionAdamW(Optimizer):
                 raise RuntimeError(
                     "AnyPrecisionAdamW takes no sparse gradients; give the embedding sparse=False"
                 )
-        multiplier = float(grad_multiplier)
-        batches: dict[tuple[_Carry, Form, Rates], Batch] = {}
+        on_gpu = isinstance(grad_multiplier, Tensor) and grad_multiplier.device.type != "cpu"
+        multiplier = grad_multiplier if on_gpu else float(grad_multiplier)
+        batches: dict[tuple[_Carry, Form, Rates, torch.device], Batch] = {}
         for param, grad, group in updates:
             state = self._state_of(param, group)
             state["step"] += 1
             self._num_steps[param] += 1
             if group["mode"] == "published":
-                scaled = grad if multiplier == 1 else grad * multiplier
-                published.adamw_(param, scaled, state, group)
+                published.adamw_(param, kernel.scaled(grad, multiplier), state, group)
                 continue
             buffers = [param, grad, state["exp_avg"], state["exp_avg_sq"]]
             if group["use_kahan_summation"]:
@@ -172,12 +175,12 @@ class AnyPrecisionAdamW(Optimizer):
             rates = Rates(beta1=beta1, beta2=beta2, eps=group["eps"], grad_multiplier=multiplier)
             carry = _carry_of(form, buffers, group["implementation"])
             _append(
-                batches.setdefault((carry, form, rates), Batch()),
+                batches.setdefault((carry, form, rates, param.device), Batch()),
                 buffers,
                 group,
                 num_steps=self._num_steps[param],
             )
-        for (carry, form, rates), batch in batches.items():
+        for (carry, form, rates, _), batch in batches.items():
             carry(form, batch, rates)
         return loss
 
@@ -316,7 +319,8 @@ def _append(batch: Batch, buffers: list[Tensor], group: Mapping, *, num_steps: i
     batch.step_sizes.append(group["lr"] / (1 - beta1**num_steps))
     batch.variance_scales.append(1 / math.sqrt(1 - beta2**num_steps))
     batch.decay_rates.append(group["lr"] * group["weight_decay"])
-    batch.keys.append(kernel.random_key(group["rounding_seed"], num_steps, param.numel()))
+    batch.seeds.append(group["rounding_seed"])
+    batch.steps.append(num_steps)
 
 
 def _form_of(buffers: list[Tensor], group: Mapping) -> Form:
@@ -347,15 +351,18 @@ def _form_of(buffers: list[Tensor], group: Mapping) -> Form:
 
 def _carry_of(form: Form, buffers: list[Tensor], asked: Implementation) -> _Carry:
     """Who carries out a step over the buffers of a parameter."""
-    device = buffers[0].device.type
-    if asked == "native" and device != "cpu":  # moved since the optimizer was made
-        raise RuntimeError(f"implementation: native is for a CPU, not for {device}")
-    if asked != "aten" and device == "cpu" and _is_one_dense_layout(buffers):
-        problem = native.problem_with(form)
-        if problem is None:
-            return kernel.adamw_
-        if asked == "native":
-            raise RuntimeError(f"implementation: native is not possible here: {problem}")
+    device = buffers[0].device
+    compiled = kernel.implementation_on(device)
+    _check_implementation(asked, device)  # parameters may have moved since the optimizer was made
+    if asked == "aten" or compiled is None or not _is_one_dense_layout(buffers):
+        return aten.adamw_
+    if detect_fake_mode(buffers) is not None:  # nothing is computed, so nothing is compiled
+        return kernel.adamw_
+    problem = kernel.problem_with(form, device)
+    if problem is None:
+        return kernel.adamw_
+    if asked == compiled:
+        raise RuntimeError(f"implementation: {asked} is not possible here: {problem}")
     return aten.adamw_
 
 
@@ -441,10 +448,16 @@ def _check_param(param: Tensor, group: Mapping) -> None:
         )
     if hasattr(param, "placements"):  # a DTensor: its shards would round by bits of their own
         raise ValueError("params: AnyPrecisionAdamW takes no DTensor; it is for one device")
-    if group["implementation"] == "native" and param.device.type != "cpu":
+    _check_implementation(group["implementation"], param.device)
+
+
+def _check_implementation(asked: Implementation, device: torch.device) -> None:
+    compiled = kernel.implementation_on(device)
+    allowed = ["auto", "aten"] if compiled is None else ["auto", "aten", compiled]
+    if asked not in allowed:
         raise ValueError(
-            f"implementation: native is for parameters on a CPU, not on {param.device.type}; "
-            "allowed: auto, aten"
+            f"implementation: {asked} is not for parameters on {device.type}; "
+            f"allowed: {', '.join(allowed)}"
         )
 
 

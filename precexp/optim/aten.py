@@ -3,36 +3,58 @@
 The same arithmetic as native.c, where there is no compiler; random bits are the same bit for bit.
 """
 
-import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from precexp.optim.kernel import Batch, Form, Rates, unpacked_variance, unpacked_weight
+from precexp.optim.kernel import (
+    BLOCK,
+    Batch,
+    Form,
+    Rates,
+    scaled,
+    unpacked_variance,
+    unpacked_weight,
+)
 
-# Elements per pass. The temporaries are float32 or int32, so this bounds them: on a CPU they stay
-# in its cache, on a GPU a pass is long enough to hide its launches.
-_CPU_CHUNK = 2**16
+# Elements per pass. The temporaries have 4 bytes each, so this bounds them: on a CPU they stay in
+# its cache, on a GPU a pass is long enough to hide its launches.
+_CPU_CHUNK = BLOCK
 _GPU_CHUNK = 2**24
-
-_BLOCK = 2**16  # elements whose random bits have one key
 
 
 def adamw_(form: Form, batch: Batch, rates: Rates) -> None:
     """Updates the batch in place. The buffers of a parameter need not have one layout."""
+    device = batch.params[0].device
+    size = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+    random = {
+        key: replace(bits, table=bits.table.to(torch.int32))
+        for key, bits in (batch.random_bits(device) if form.is_stochastic else {}).items()
+    }
+    # Bias is corrected by the step size: after infinitely many steps there is none.
+    last_step = torch.full((), torch.inf, device=device)
     for index, buffers in enumerate(batch.buffers()):
         flat = [tensor.reshape(-1) for tensor in buffers]
-        size = _CPU_CHUNK if buffers[0].device.type == "cpu" else _GPU_CHUNK
-        for start in range(0, flat[0].numel(), size):
+        numel = flat[0].numel()
+        bits = random.get((batch.seeds[index], batch.steps[index]))
+        for start in range(0, numel, size):
+            parts = [tensor[start : start + size] for tensor in flat]
+            elements = range(start, min(start + size, numel))
             _update(
                 form,
-                [tensor[start : start + size] for tensor in flat],
+                parts,
                 rates,
+                last_step,
                 step_size=batch.step_sizes[index],
                 variance_scale=batch.variance_scales[index],
                 decay_rate=batch.decay_rates[index],
-                first=start,
-                key=batch.keys[index],
+                for_remainder=bits.for_remainders(numel, elements)
+                if bits and form.stochastic_remainder
+                else None,
+                for_variance=bits.for_variances(numel, elements)
+                if bits and form.stochastic_variance
+                else None,
             )
         for buffer, copy in zip(buffers, flat, strict=True):
             if not buffer.is_contiguous() and buffer is not buffers[1]:
@@ -43,16 +65,17 @@ def _update(
     form: Form,
     parts: list[Tensor],
     rates: Rates,
+    last_step: Tensor,
     *,
     step_size: float,
     variance_scale: float,
     decay_rate: float,
-    first: int,
-    key: int,
+    for_remainder: Tensor | None,
+    for_variance: Tensor | None,
 ) -> None:
     """One AdamW update in float32, in place; every buffer is rounded to its own dtype once.
 
-    `first` is the place of the parts' first element in their tensors.
+    By the random bits, int32, where there are any.
 
     `.float()` of a float32 tensor is that tensor: then the arithmetic happens in place and the
     `copy_` that stores the result does nothing.
@@ -66,26 +89,19 @@ def _update(
         weight = unpacked_weight(param, compensation)
         variance = unpacked_variance(exp_avg_sq, compensation)
     else:
-        weight = param.float() if compensation is None else param.float() + compensation
+        weight = param.to(torch.float32, copy=compensation is not None)
+        if compensation is not None:
+            weight += compensation
         variance = exp_avg_sq.float()
-
-    grad = grad.float()
-    if rates.grad_multiplier != 1:
-        grad = grad * rates.grad_multiplier
-    momentum = exp_avg.float().lerp_(grad, 1 - rates.beta1)
-    variance = variance.mul_(rates.beta2).addcmul_(grad, grad, value=1 - rates.beta2)
-    exp_avg.copy_(momentum)
-    denominator = variance.sqrt().mul_(variance_scale).add_(rates.eps)
-    if not form.decay_outside:
+    momentum = exp_avg.float()
+    if not form.decay_outside:  # torch multiplies by 1 - rate, in float32 a few per cent off
         weight.add_(weight, alpha=-decay_rate)
-    weight.addcdiv_(momentum, denominator, value=-step_size)
-
-    for_remainder = for_variance = None
-    if form.stochastic_remainder:
-        for_remainder = random_bits(first, param.numel(), key, param.device)
-    if form.stochastic_variance:
-        swapped = (key & 0xFFFFFFFF) << 32 | key >> 32
-        for_variance = random_bits(first, param.numel(), swapped, param.device)
+    torch._fused_adamw_(  # type: ignore[attr-defined]
+        [weight], [scaled(grad.float(), rates.grad_multiplier)], [momentum], [variance], [],
+        [last_step], lr=step_size / variance_scale, beta1=rates.beta1, beta2=rates.beta2,
+        weight_decay=0.0, eps=rates.eps / variance_scale, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    exp_avg.copy_(momentum)
     if form.is_packed:
         _store_packed(parts, weight, variance, for_remainder, form)
         return
@@ -95,49 +111,6 @@ def _update(
     else:
         param.copy_(weight)
         _store(compensation, weight.sub_(param), for_remainder, form)
-
-
-def random_bits(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    """The 16 random bits of elements first to first + count, as int32 `[count]`.
-
-    A word holds those of two elements. It is made as native.c says, in int32, which wraps like
-    uint32; its shift to the right copies the sign, which the masks take off again.
-    """
-    blocks = range(first // _BLOCK, (first + count - 1) // _BLOCK + 1)
-    begin = first - blocks.start * _BLOCK
-    if len(blocks) == 1:
-        places = slice(begin // 2, (begin + count + 1) // 2)
-        x = _first_round(device)[places] + _signed(_block_key(blocks.start, key))
-        begin %= 2
-    else:
-        keys = [_signed(_block_key(block, key)) for block in blocks]
-        x = _first_round(device) + torch.tensor(keys, dtype=torch.int32, device=device)[:, None]
-    _last_rounds(x)
-    halves = x.view(torch.uint16).view(-1)  # little-endian: the even element's first
-    return halves[begin : begin + count].to(torch.int32)
-
-
-@functools.cache
-def _first_round(device: torch.device) -> Tensor:
-    """Of the places in a block, int32 `[2^15]`."""
-    return torch.arange(_BLOCK // 2, dtype=torch.int32, device=device).mul_(0x7FEB352D)
-
-
-def _last_rounds(x: Tensor) -> Tensor:
-    """In place."""
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x *= _signed(0x846CA68B)
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    return x
-
-
-def _block_key(block: int, key: int) -> int:
-    x = (block ^ key) & 0xFFFFFFFF
-    x ^= x >> 16
-    x = (x * 0x7FEB352D + (key >> 32)) & 0xFFFFFFFF
-    x ^= x >> 15
-    x = x * 0x846CA68B & 0xFFFFFFFF
-    return x ^ x >> 16
 
 
 def _store(buffer: Tensor, values: Tensor, random: Tensor | None, form: Form) -> None:
@@ -178,7 +151,3 @@ def _store_packed(
 
 def _bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
-
-
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word

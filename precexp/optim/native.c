@@ -19,44 +19,37 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* What differs between the tensors of a call, and the rates that do not. native.py mirrors both. */
+/* What differs between the tensors of a call (kernel.py's TABLE_ROW), and the rates that do not. */
 typedef struct {
     void *param, *grad, *exp_avg, *exp_avg_sq, *compensation;
+    const uint16_t *random;
+    uint64_t random_start, random_stride;
     int64_t numel;
     float step_size, variance_scale, decay_rate;
-    uint32_t key1, key2;
+    uint32_t half, first_program;
 } Tensor;
 
 typedef struct {
-    float one_minus_beta1, beta2, one_minus_beta2, eps, grad_multiplier;
+    float one_minus_beta1, one_minus_beta2, eps, grad_multiplier;
 } Rates;
 
 INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 INLINE int is_nan(uint32_t u) { return (u & 0x7FFFFFFFu) > 0x7F800000u; }
 
-/* The random bits of a step: 32 for the pair of elements 2i and 2i + 1. The rounds are those of
- * Wellons' lowbias32: all of them, with two keys, on the number of a block of 2^15 pairs, and the
- * last ones on the place in the block plus that. (So aten.py has the first round in a table.) */
-#define BLOCK_BITS 15
+/* Where the random bits of element i are, and of those after it in its block: kernel.py's
+ * RandomBits says how. The variance's are half a block from those of the remainder. */
+#define BLOCK_BITS 16
 
-INLINE uint32_t last_rounds(uint32_t x) {
-    x ^= x >> 15;
-    x *= 0x846CA68Bu;
-    return x ^ (x >> 16);
+INLINE const uint16_t *random_bits(const Tensor *t, int64_t i, uint32_t distance) {
+    const uint64_t block = (uint64_t)i >> BLOCK_BITS;
+    const uint32_t place = (t->random_start + t->random_stride * block) >> 48 & ~7u;
+    return t->random + (place ^ distance) + (i & ((1 << BLOCK_BITS) - 1));
 }
 
-INLINE uint32_t block_key(int64_t pair, uint32_t key1, uint32_t key2) {
-    uint32_t x = (uint32_t)(pair >> BLOCK_BITS) ^ key1;
-    x ^= x >> 16;
-    x *= 0x7FEB352Du;
-    return last_rounds(x + key2);
-}
-
-INLINE uint32_t place_in_block(int64_t pair) { return pair & ((1 << BLOCK_BITS) - 1); }
-
-INLINE uint32_t random_bits(uint32_t place, uint32_t key) {
-    return last_rounds(place * 0x7FEB352Du + key);
+INLINE const uint16_t *remainder_bits(const Tensor *t, int64_t i) { return random_bits(t, i, 0); }
+INLINE const uint16_t *variance_bits(const Tensor *t, int64_t i) {
+    return random_bits(t, i, 1 << (BLOCK_BITS - 1));
 }
 
 /* An element in a register is an image: the bits of a float32 of its value. The image of a bfloat16
@@ -93,12 +86,13 @@ INLINE uint32_t cut(float x, uint32_t below) {
     return !IS_16_BIT && is_nan(u) ? 0x7FC00000u : u + below;
 }
 
-/* To the dtype: to the nearest, or a bfloat16 stochastically by `random` < 2^16. */
-INLINE uint32_t rounded_1(float x, int stochastic, uint32_t random) { return bits_of(x); }
-INLINE uint32_t rounded_2(float x, int stochastic, uint32_t random) {
-    return cut(x, stochastic ? random : 0x7FFFu + ((bits_of(x) >> 16) & 1));
-}
-INLINE uint32_t rounded_3(float x, int stochastic, uint32_t random) {
+/* To the dtype: a bfloat16 by what is added below its bits: random ones, or a half for the nearest.
+ * The half is 0x8000 in odd steps, 0x7FFF in even ones: so ties go away from zero and towards it in
+ * turn. Ties are not rare, since 10 % of a sum of few bits is often one, and to even is three
+ * operations more. */
+INLINE uint32_t rounded_1(float x, uint32_t below) { return bits_of(x); }
+INLINE uint32_t rounded_2(float x, uint32_t below) { return cut(x, below); }
+INLINE uint32_t rounded_3(float x, uint32_t below) {
     return bits_of((float)(_Float16)x);
 }
 
@@ -109,7 +103,7 @@ INLINE void step(
 ) {
     float weight = JOIN(value, PARAM)(e->param);
 #if DECAY_OUTSIDE
-    weight = JOIN(value, PARAM)(JOIN(rounded, PARAM)(weight * (1 - t->decay_rate), 0, 0));
+    weight = JOIN(value, PARAM)(JOIN(rounded, PARAM)(weight * (1 - t->decay_rate), t->half));
 #endif
 #if COMPENSATION == WORD
     /* The word: 10 more bits of the weight, signed, and 6 more bits of the variance. */
@@ -124,14 +118,14 @@ INLINE void step(
     const float g = JOIN(value, GRAD)(e->grad) * r->grad_multiplier;
     const float old_momentum = JOIN(value, EXP_AVG)(e->exp_avg);
     const float momentum = old_momentum + r->one_minus_beta1 * (g - old_momentum);
-    const float variance = r->beta2 * old_variance + r->one_minus_beta2 * (g * g);
+    const float variance = old_variance + r->one_minus_beta2 * (g * g - old_variance);
     const float denominator = sqrtf(variance) * t->variance_scale + r->eps;
 #if !DECAY_OUTSIDE
     weight -= weight * t->decay_rate; /* 1 - rate in float32 would be a few per cent off */
 #endif
     weight -= t->step_size * (momentum / denominator);
 
-    e->exp_avg = JOIN(rounded, EXP_AVG)(momentum, 0, 0);
+    e->exp_avg = JOIN(rounded, EXP_AVG)(momentum, t->half);
 #if COMPENSATION == WORD
     const uint32_t w = bits_of(weight), v = bits_of(variance);
     const int nan = !IS_16_BIT && is_nan(w), nan_variance = !IS_16_BIT && is_nan(v);
@@ -141,14 +135,14 @@ INLINE void step(
     e->compensation = (nan ? 0 : (master & 0xFFC0) << 16)
                     | (nan_variance ? 0 : (v + 512 & 0xFC00u) << 6);
 #else
-    e->exp_avg_sq = JOIN(rounded, EXP_AVG_SQ)(variance, STOCHASTIC_VARIANCE, for_variance);
+    e->exp_avg_sq = JOIN(rounded, EXP_AVG_SQ)(variance, STOCHASTIC_VARIANCE ? for_variance : t->half);
 #if COMPENSATION == NONE
-    e->param = JOIN(rounded, PARAM)(weight, STOCHASTIC_REMAINDER, for_remainder);
+    e->param = JOIN(rounded, PARAM)(weight, STOCHASTIC_REMAINDER ? for_remainder : t->half);
 #else
-    e->param = JOIN(rounded, PARAM)(weight, 0, 0);
+    e->param = JOIN(rounded, PARAM)(weight, t->half);
     const float remainder = weight - JOIN(value, PARAM)(e->param);
     e->compensation =
-        JOIN(rounded, COMPENSATION)(remainder, STOCHASTIC_REMAINDER, for_remainder);
+        JOIN(rounded, COMPENSATION)(remainder, STOCHASTIC_REMAINDER ? for_remainder : t->half);
 #endif
 #endif
 }
@@ -157,7 +151,6 @@ static void update_one(const Tensor *t, const Rates *r, int64_t i) {
     JOIN(type, PARAM) *param = t->param;
     JOIN(type, EXP_AVG) *exp_avg = t->exp_avg;
     JOIN(type, EXP_AVG_SQ) *exp_avg_sq = t->exp_avg_sq;
-    const int shift = i & 1 ? 16 : 0;
     Element e = {
         .param = JOIN(image, PARAM)(param[i]),
         .grad = JOIN(image, GRAD)(((const JOIN(type, GRAD) *)t->grad)[i]),
@@ -168,10 +161,8 @@ static void update_one(const Tensor *t, const Rates *r, int64_t i) {
     JOIN(type, COMPENSATION) *compensation = t->compensation;
     e.compensation = JOIN(image, COMPENSATION)(compensation[i]);
 #endif
-    const int64_t pair = i >> 1;
-    const uint32_t place = place_in_block(pair);
-    step(&e, t, r, random_bits(place, block_key(pair, t->key2, t->key1)) >> shift & 0xFFFF,
-         random_bits(place, block_key(pair, t->key1, t->key2)) >> shift & 0xFFFF);
+    step(&e, t, r, STOCHASTIC_VARIANCE ? *variance_bits(t, i) : 0,
+         STOCHASTIC_REMAINDER ? *remainder_bits(t, i) : 0);
     param[i] = JOIN(stored, PARAM)(e.param);
     exp_avg[i] = JOIN(stored, EXP_AVG)(e.exp_avg);
     exp_avg_sq[i] = JOIN(stored, EXP_AVG_SQ)(e.exp_avg_sq);
@@ -191,17 +182,19 @@ INLINE uint32_t paired(uint32_t even, uint32_t odd) { return even >> 16 | (odd &
 static void update_pairs(const Tensor *tensor, const Rates *rates, int64_t begin, int64_t end) {
     const Tensor t = *tensor;
     const Rates r = *rates;
-    const uint32_t variance_key = block_key(begin, t.key2, t.key1);
-    const uint32_t remainder_key = block_key(begin, t.key1, t.key2);
-    const uint32_t first = place_in_block(begin), count = (uint32_t)(end - begin);
-    Pair *restrict param = (Pair *)t.param + begin;
-    Pair *restrict exp_avg = (Pair *)t.exp_avg + begin;
-    Pair *restrict exp_avg_sq = (Pair *)t.exp_avg_sq + begin;
-    Pair *restrict compensation = COMPENSATION == NONE ? 0 : (Pair *)t.compensation + begin;
-    const Pair *restrict grad = (const Pair *)t.grad + begin;
+    const uint32_t count = (uint32_t)(end - begin);
+    const Pair *for_variances = (const Pair *)variance_bits(tensor, 2 * begin);
+    const Pair *for_remainders = (const Pair *)remainder_bits(tensor, 2 * begin);
+    Pair *param = (Pair *)t.param + begin;
+    Pair *exp_avg = (Pair *)t.exp_avg + begin;
+    Pair *exp_avg_sq = (Pair *)t.exp_avg_sq + begin;
+    Pair *compensation = COMPENSATION == NONE ? 0 : (Pair *)t.compensation + begin;
+    const Pair *grad = (const Pair *)t.grad + begin;
+    /* The buffers do not overlap, which the compiler cannot see. */
+#pragma GCC ivdep
     for (uint32_t i = 0; i < count; i++) {
-        const uint32_t for_variance = random_bits(first + i, variance_key);
-        const uint32_t for_remainder = random_bits(first + i, remainder_key);
+        const uint32_t for_variance = STOCHASTIC_VARIANCE ? for_variances[i] : 0;
+        const uint32_t for_remainder = STOCHASTIC_REMAINDER ? for_remainders[i] : 0;
         const uint32_t p = param[i], g = grad[i], m = exp_avg[i], v = exp_avg_sq[i];
         const uint32_t c = COMPENSATION == NONE ? 0 : compensation[i];
         Element a = {even(p), even(g), even(m), even(v), even(c)};
@@ -219,7 +212,7 @@ static void update(const Tensor *t, const Rates *r, int64_t begin, int64_t end) 
     if (begin & 1) update_one(t, r, begin++);
     if (begin < end && end & 1) update_one(t, r, --end);
     for (int64_t i = begin / 2, next; i < end / 2; i = next) {
-        next = ((i >> BLOCK_BITS) + 1) << BLOCK_BITS;
+        next = ((i >> (BLOCK_BITS - 1)) + 1) << (BLOCK_BITS - 1);
         update_pairs(t, r, i, next < end / 2 ? next : end / 2);
     }
 }
@@ -227,7 +220,6 @@ static void update(const Tensor *t, const Rates *r, int64_t begin, int64_t end) 
 static void update(const Tensor *tensor, const Rates *rates, int64_t begin, int64_t end) {
     const Tensor t = *tensor;
     const Rates r = *rates;
-    /* The buffers do not overlap, which the compiler cannot see. */
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; i++) update_one(&t, &r, i);
 }

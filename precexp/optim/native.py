@@ -11,15 +11,13 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from precexp.optim.kernel import Batch, Form, Rates
+from precexp.optim.kernel import BUFFERS, Batch, BuildError, Form, Rates
 
 SOURCE = Path(__file__).with_name("native.c")
 # No fast-math: a NaN is a NaN, and sums stay as they are written.
@@ -30,63 +28,23 @@ BUILD_SECONDS = 60
 _DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int16: 4}
 _ELEMENTS_PER_THREAD = 2**16  # starting a thread costs as much as about these
 
-_TENSOR = np.dtype(
-    [
-        *((name, np.uint64) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "compensation")),
-        ("numel", np.int64),
-        *((name, np.float32) for name in ("step_size", "variance_scale", "decay_rate")),
-        *((name, np.uint32) for name in ("key1", "key2")),
-    ],
-    align=True,
-)
-
 _Step = Callable[[int, int, object, int], None]
-
-
-class BuildError(Exception):
-    """Why there is no native step: one line."""
 
 
 def adamw_(form: Form, batch: Batch, rates: Rates) -> None:
     """Updates the batch in place, on as many threads as torch uses; BuildError if it can't."""
-    table = np.zeros(len(batch.params), _TENSOR)
-    columns = [batch.params, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.compensations]
-    for name, tensors in zip(_TENSOR.names or (), columns, strict=False):
-        if tensors:
-            table[name] = [tensor.data_ptr() for tensor in tensors]
-    table["numel"] = [param.numel() for param in batch.params]
-    table["step_size"] = batch.step_sizes
-    table["variance_scale"] = batch.variance_scales
-    table["decay_rate"] = batch.decay_rates
-    keys = np.array(batch.keys, np.uint64)
-    table["key1"], table["key2"] = keys & 0xFFFFFFFF, keys >> 32
-    numbers = (
-        1 - rates.beta1, rates.beta2, 1 - rates.beta2, rates.eps, rates.grad_multiplier,
-    )  # fmt: skip
+    random = batch.random_bits(batch.params[0].device) if form.is_stochastic else {}
+    table = batch.table(random)
+    numbers = (1 - rates.beta1, 1 - rates.beta2, rates.eps, float(rates.grad_multiplier))
     num_elements = int(table["numel"].sum())
     num_threads = max(1, min(torch.get_num_threads(), num_elements // _ELEMENTS_PER_THREAD))
     # ctypes lets go of the interpreter's lock while this runs.
-    step_of(form)(table.ctypes.data, len(table), (ctypes.c_float * 5)(*numbers), num_threads)
+    step_of(form)(table.ctypes.data, len(table), (ctypes.c_float * 4)(*numbers), num_threads)
 
 
-@functools.cache
-def problem_with(form: Form) -> str | None:
-    """Why the form has no native step here, told once; None if it has one."""
-    try:
-        step_of(form)
-    except BuildError as error:
-        _tell(str(error))
-        return str(error)
-    return None
-
-
-@functools.cache
-def _tell(problem: str) -> None:
-    print(
-        f"precexp: no native optimizer step ({problem}); taking torch's operations, which are "
-        "several times slower",
-        file=sys.stderr,
-    )
+def prepare(form: Form, device: torch.device) -> None:
+    """Compiles the step of the form. Raises BuildError."""
+    step_of(form)
 
 
 @functools.cache
@@ -171,9 +129,8 @@ def _cpu_features() -> str:
 
 
 def _macros(form: Form) -> list[str]:
-    names = ("PARAM", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "COMPENSATION")
     values = {
-        **{name: _DTYPES[dtype] for name, dtype in zip(names, form.dtypes, strict=True)},
+        **{name.upper(): _DTYPES[dtype] for name, dtype in zip(BUFFERS, form.dtypes, strict=True)},
         "STOCHASTIC_VARIANCE": int(form.stochastic_variance),
         "STOCHASTIC_REMAINDER": int(form.stochastic_remainder),
         "DECAY_OUTSIDE": int(form.decay_outside),
