@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint gpu-check clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m precexp experiment=quickstart
@@ -17,6 +17,11 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# What only a GPU can show, in the environment of PYTHON (torch >= 2.11, transformers >= 5.17).
+gpu-check:
+	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m precexp.bench optimizer --device cuda --shapes opt-1.3b --output outputs/bench_optimizer_gpu.csv
 
 clean:
 	rm -rf $(VENV)

@@ -348,7 +348,8 @@ def test_the_operator_keeps_the_promises_of_torch_library() -> None:
     grads = [p.grad for p in params]
     args = (
         [p.detach() for p in params], grads, *states,
-        [1e-3] * 2, [1.0] * 2, [0.0] * 2, [5, 7], [2, 2], 0.9, 0.95, 1e-8, 1.0, None, False, True, False,
+        [1e-3] * 2, [1.0] * 2, [0.0] * 2, [5, 7], [2, 2], 0.9, 0.95, 1e-8, 1.0, None,
+        False, True, False,
     )  # fmt: skip
     results = torch.library.opcheck(
         torch.ops.precexp.adamw_.default, args, test_utils=("test_schema", "test_faketensor")

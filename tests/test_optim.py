@@ -457,6 +457,26 @@ def test_compiling_the_step_leaves_the_compensation_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_trains_as_the_model_does(backend: str) -> None:
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).to(BF16)
+        optimizer = AnyPrecisionAdamW(model.parameters(), lr=1e-2, use_kahan_summation=True)
+        forward = torch.compile(model, backend=backend) if compiled else model
+        inputs = torch.randn(64, 16).to(BF16)
+        for _ in range(20):
+            loss = (forward(inputs) - inputs[:, :1]).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        assert all(optimizer.state[p]["compensation"].any() for p in model.parameters())
+    assert losses[0] < 0.2
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
 def test_a_step_runs_under_fake_tensors() -> None:
     from torch._subclasses import FakeTensorMode
 

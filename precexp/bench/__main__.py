@@ -9,6 +9,8 @@ from pathlib import Path
 
 def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
+    import torch
+
     from precexp.bench import numerics, optimizer, runner
     from precexp.cli import compose
     from precexp.config import UserError
@@ -20,6 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=runner.STEPS, help="runner: in each round")
     parser.add_argument("--shapes", default="opt-125m", help="optimizer: of which model")
     parser.add_argument("--threads", type=int, default=1, help="optimizer")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="optimizer")
     parser.add_argument("--output", type=Path, help="JSON, for optimizer CSV")
     args = parser.parse_intermixed_args(arguments)
     try:
@@ -29,7 +32,12 @@ def main(arguments: Sequence[str]) -> int:
         elif args.benchmark == "optimizer":
             planned = compose([f"model={args.shapes}", *args.overrides])
             rounds = args.rounds or optimizer.ROUNDS
-            optimizer.bench(planned, rounds=rounds, threads=args.threads, output=args.output)
+            device = torch.device(args.device)
+            if device.type == "cuda" and not torch.cuda.is_available():
+                raise UserError("--device cuda: torch sees no CUDA GPU here")
+            optimizer.bench(
+                planned, device=device, rounds=rounds, threads=args.threads, output=args.output
+            )
         else:
             steps = f"train.max_steps={args.steps}"
             planned = compose([*runner.OVERRIDES, steps, *args.overrides])
