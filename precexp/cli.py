@@ -87,10 +87,22 @@ def compose(overrides: Sequence[str]) -> PlannedRun:
 
     Raises UserError as the command line would say it.
     """
+    ((_, planned),) = compose_sweep(overrides, multirun=False)
+    return planned
+
+
+def compose_sweep(
+    overrides: Sequence[str], *, multirun: bool
+) -> list[tuple[Sequence[str], PlannedRun]]:
+    """Every run of the sweep that the overrides describe, with its own overrides; as `compose`."""
     try:
         hydra = _create_hydra(None)
-        master = _compose(hydra, CONFIG_NAME, ["name=unnamed", *overrides], RunMode.RUN)
-        return _planned(master, Path(master.hydra.run.dir))
+        mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+        master = _compose(hydra, CONFIG_NAME, ["name=unnamed", *overrides], mode)
+        jobs = _jobs(hydra, master) if multirun else [master]
+        return [
+            (list(job.hydra.overrides.task), _planned(job, Path(job.hydra.run.dir))) for job in jobs
+        ]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error)) from None
     finally:

@@ -32,6 +32,8 @@ NOT_HASHED = (
 )
 # What may differ, besides, between two runs that are compared.
 NOT_MATCHED = ("seed", "precision", "optim")
+# Of memory, in bytes.
+UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class UserError(ValueError):
@@ -236,6 +238,19 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    output: str | None
+    device: Literal["cuda", "cpu"]
+    gpu_memory: str | None
+
+    def __post_init__(self) -> None:
+        if self.output is not None:
+            _require(self.output.endswith(".json"), "plan.output", self.output, "a .json file")
+        if self.gpu_memory is not None:
+            parse_bytes("plan.gpu_memory", self.gpu_memory)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     margin: float
     reference: str | None
@@ -268,6 +283,7 @@ class RunConfig:
     precision: PrecisionConfig
     optim: OptimConfig
     train: TrainConfig
+    plan: PlanConfig
     report: ReportConfig
     sweep: SweepConfig
     wandb: WandbConfig
@@ -339,6 +355,17 @@ def load(composed: DictConfig) -> RunConfig:
     config = _parse(RunConfig, values, "")
     assert isinstance(config, RunConfig)
     return config
+
+
+def parse_bytes(key: str, text: str) -> int:
+    """ "24GiB" as a number of bytes; ConfigError names the key and the allowed units."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", text.strip())
+    if found is None or found[2] not in UNITS or float(found[1]) == 0:
+        raise ConfigError(
+            f"{key}: {text!r} is not allowed; it must be a positive number and one of "
+            f"{', '.join(UNITS)}, as 24GiB"
+        )
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 def as_dict(config: RunConfig) -> dict[str, object]:

@@ -70,6 +70,18 @@ def read_model_config(config: ModelConfig) -> PreTrainedConfig:
     return found
 
 
+def require_positions(
+    architecture: PreTrainedConfig, config: ModelConfig, *, block_size: int
+) -> None:
+    """UserError if the model has no place for so many tokens."""
+    positions = getattr(architecture, "max_position_embeddings", None)
+    if positions is not None and block_size > positions:
+        raise UserError(
+            f"data.block_size: {block_size} is more than the {positions} positions of "
+            f"model={config.name}; allowed: 2 to {positions}"
+        )
+
+
 def build_model(config: ModelConfig, *, seed: int) -> PreTrainedModel:
     """The model on the CPU in training mode, all parameters float32, tied ones tied.
 

@@ -11,20 +11,19 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from precexp import environment
 from precexp.checkpoint import save_checkpoint
 from precexp.config import Arm, DataConfig, ModelConfig, RunConfig, TrainConfig, UserError
 from precexp.data import Batches, TokenBlocks, eval_subset, load_blocks
 from precexp.memory import ledger
-from precexp.model import build_model, init_hash, read_model_config
-from precexp.optim import AnyPrecisionAdamW, build_optimizer, promised_states
-from precexp.precision import Census, Precision, build_precision, check_census, take_census
+from precexp.model import build_model, init_hash, read_model_config, require_positions
+from precexp.optim import build_optimizer, promised_states
+from precexp.precision import Census, build_precision, check_census, take_census
 from precexp.progress import Progress
 from precexp.record import Row, RunRecord, RunWriter
 from precexp.tracking import Tracker, check_login
-from precexp.train import checkpoints_at, has_diverged, train
+from precexp.train import checkpoints_at, has_diverged, place, train
 
 
 def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
@@ -123,12 +122,7 @@ def preflight(config: RunConfig) -> None:
 def read_blocks(model: ModelConfig, data: DataConfig) -> TokenBlocks:
     """The tokens that the model will be given; UserError if it has no place for them."""
     architecture = read_model_config(model)
-    positions = getattr(architecture, "max_position_embeddings", None)
-    if positions is not None and data.block_size > positions:
-        raise UserError(
-            f"data.block_size: {data.block_size} is more than the {positions} positions of "
-            f"model={model.name}; allowed: 2 to {positions}"
-        )
+    require_positions(architecture, model, block_size=data.block_size)
     return load_blocks(
         data,
         model_path=model.path,
@@ -151,29 +145,6 @@ def steps_of(config: TrainConfig, blocks: TokenBlocks) -> int:
             f"{config.epochs * len(blocks.train) // config.grad_accumulation}"
         )
     return steps
-
-
-def place(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    precision: Precision,
-    *,
-    device: torch.device,
-    compiled: bool,
-) -> None:
-    """Moves the fp32 model to the device and casts its parameters.
-
-    What the cast rounds away begins the compensation, where the optimizer has one for it.
-    """
-
-    def keep_residual(param: torch.nn.Parameter, full: torch.Tensor) -> None:
-        if isinstance(optimizer, AnyPrecisionAdamW) and optimizer.keeps_residual(param):
-            optimizer.set_residual(param, full - param.data.float())
-
-    model.to(device)  # type: ignore[arg-type]
-    precision.cast_parameters(model, on_cast=keep_residual)
-    if compiled:
-        model.compile()
 
 
 @dataclass

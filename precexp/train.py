@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from transformers import PreTrainedModel
 
 from precexp.config import TrainConfig
 from precexp.data import Batches
-from precexp.optim import lr_at
+from precexp.optim import AnyPrecisionAdamW, lr_at
 from precexp.precision import Census, Precision, take_census
 from precexp.record import Row
+
+Phase = Literal["forward", "backward", "step"]
 
 IGNORED = -100  # cross_entropy's label of a position with nothing to predict
 
@@ -38,7 +41,6 @@ def train(
     evaluates or checkpoints, the model is as it was after that step when its row comes.
     """
     device = next(model.parameters()).device
-    params = list(model.parameters())
     pending: list[_PendingRow] = []
     census_due = True
     served = 0
@@ -48,15 +50,11 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         micro_batches = [batches.next_batch() for _ in range(config.grad_accumulation)]
-        loss, logits = accumulate_gradients(model, micro_batches, precision, scaler)
-        scaler.unscale_(optimizer)
-        norm = clip_gradients(params, config.max_grad_norm)
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        skipped = scaler.get_scale() < scale
-        if census_due and not skipped:
-            yield take_census(model, optimizer=optimizer, logits=logits, loss=loss)
+        done = training_step(
+            model, optimizer, micro_batches, precision, scaler, max_grad_norm=config.max_grad_norm
+        )
+        if census_due and not done.skipped:
+            yield take_census(model, optimizer=optimizer, logits=done.logits, loss=done.loss)
             census_due = False
         optimizer.zero_grad(set_to_none=True)
         watch.stop()
@@ -69,13 +67,13 @@ def train(
             eval_loss=None,
             grad_norm=None,
             lr=lr,
-            loss_scale=scale if scaler.is_enabled() else None,
-            skipped=skipped,
+            loss_scale=done.loss_scale,
+            skipped=done.skipped,
             step_seconds=None,
             peak_bytes=_peak_bytes(device),
             probes=None,
         )
-        pending.append(_PendingRow(row=row, loss=loss, grad_norm=norm, watch=watch))
+        pending.append(_PendingRow(row=row, loss=done.loss, grad_norm=done.grad_norm, watch=watch))
         evaluates = step == total_steps or step % config.eval_every == 0
         if device.type == "cuda" and not (
             evaluates
@@ -105,11 +103,83 @@ def has_diverged(row: Row) -> bool:
     return not all(math.isfinite(x) for x in (row.loss, row.eval_loss) if x is not None)
 
 
+def place(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    precision: Precision,
+    *,
+    device: torch.device,
+    compiled: bool,
+) -> None:
+    """Moves the fp32 model to the device and casts its parameters.
+
+    What the cast rounds away begins the compensation, where the optimizer has one for it.
+    """
+
+    def keep_residual(param: torch.nn.Parameter, full: Tensor) -> None:
+        if isinstance(optimizer, AnyPrecisionAdamW) and optimizer.keeps_residual(param):
+            optimizer.set_residual(param, full - param.data.float())
+
+    if next(model.parameters()).device.type != device.type:  # a model of fake tensors can't move
+        model.to(device)  # type: ignore[arg-type]
+    precision.cast_parameters(model, on_cast=keep_residual)
+    if compiled:
+        model.compile()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a training step came to. The gradients are still there."""
+
+    loss: Tensor  # the mean over all micro-batches, 0-dim, fp32, on the device
+    grad_norm: Tensor  # before clipping, of the unscaled gradients, as loss
+    logits: Tensor  # their shape and dtype alone, on meta
+    loss_scale: float | None  # that the gradients had; None without loss scaling
+    skipped: bool
+
+
+def training_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Tensor],
+    precision: Precision,
+    scaler: torch.amp.GradScaler,
+    *,
+    max_grad_norm: float | None,
+    on_phase: Callable[[Phase], None] = lambda _: None,
+    host_reads: bool = True,
+) -> StepResult:
+    """Forward, backward and optimizer step over CPU token ids [batch, block] each.
+
+    `on_phase` is told each phase as it begins. Without `host_reads`, as under fake tensors, nothing
+    is read from a tensor: the loss scale is unknown and no step is skipped.
+    """
+    loss, logits = accumulate_gradients(model, micro_batches, precision, scaler, on_phase)
+    on_phase("step")
+    scaler.unscale_(optimizer)
+    norm = clip_gradients(list(model.parameters()), max_grad_norm)
+    if not host_reads:
+        optimizer.step()
+        scaler.update()
+        return StepResult(loss=loss, grad_norm=norm, logits=logits, loss_scale=None, skipped=False)
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return StepResult(
+        loss=loss,
+        grad_norm=norm,
+        logits=logits,
+        loss_scale=scale if scaler.is_enabled() else None,
+        skipped=scaler.get_scale() < scale,
+    )
+
+
 def accumulate_gradients(
     model: PreTrainedModel,
     micro_batches: Sequence[Tensor],
     precision: Precision,
     scaler: torch.amp.GradScaler,
+    on_phase: Callable[[Phase], None] = lambda _: None,
 ) -> tuple[Tensor, Tensor]:
     """Forward and backward over CPU token ids [batch, block] each, gradients summed into `.grad`.
 
@@ -118,10 +188,12 @@ def accumulate_gradients(
     """
 
     def forward_and_backward(batch: Tensor) -> tuple[Tensor, Tensor]:
+        on_phase("forward")
         ids = batch.to(device, non_blocking=True)
         with precision.forward_context():
             logits = model(input_ids=ids).logits
             loss = next_token_loss(logits, ids)
+        on_phase("backward")
         scaler.scale(loss / len(micro_batches)).backward()
         return loss.detach(), logits.detach().to("meta")
 

@@ -51,8 +51,8 @@ def test_parameters_that_left_the_cpu_are_not_stepped_natively() -> None:
     with pytest.raises(
         ValueError, match="native is not for parameters on meta; allowed: auto, aten"
     ):
-        anyprecision._carry_of(FORM, buffers, "native")
-    assert anyprecision._carry_of(FORM, buffers, "auto") is aten.adamw_
+        anyprecision._carry_of(FORM, buffers, "native", is_dense=True)
+    assert anyprecision._carry_of(FORM, buffers, "auto", is_dense=True) is aten.adamw_
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

@@ -22,9 +22,9 @@ from precexp.model import build_model
 from precexp.optim import build_optimizer, lr_at
 from precexp.precision import build_precision
 from precexp.record import write_json
-from precexp.run import place, read_blocks, run, steps_of
+from precexp.run import read_blocks, run, steps_of
 from precexp.sweep import PlannedRun
-from precexp.train import next_token_loss
+from precexp.train import next_token_loss, place
 
 ROUNDS = 7
 STEPS = 40

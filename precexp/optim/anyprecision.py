@@ -159,6 +159,8 @@ class AnyPrecisionAdamW(Optimizer):
                 )
         on_gpu = isinstance(grad_multiplier, Tensor) and grad_multiplier.device.type != "cpu"
         multiplier = grad_multiplier if on_gpu else float(grad_multiplier)
+        # By what decides on it: parameters of a kind are looked at once, since there are hundreds.
+        kinds: dict[tuple[object, ...], Batch] = {}
         batches: dict[tuple[_Carry, Form, Rates, torch.device], Batch] = {}
         for param, grad, group in updates:
             state = self._state_of(param, group)
@@ -170,16 +172,19 @@ class AnyPrecisionAdamW(Optimizer):
             buffers = [param, grad, state["exp_avg"], state["exp_avg_sq"]]
             if group["use_kahan_summation"]:
                 buffers.append(state["compensation"])
-            form = _form_of(buffers, group)
-            beta1, beta2 = group["betas"]
-            rates = Rates(beta1=beta1, beta2=beta2, eps=group["eps"], grad_multiplier=multiplier)
-            carry = _carry_of(form, buffers, group["implementation"])
-            _append(
-                batches.setdefault((carry, form, rates, param.device), Batch()),
-                buffers,
-                group,
-                num_steps=self._num_steps[param],
-            )
+            is_dense = _is_one_dense_layout(buffers)
+            kind = (id(group), is_dense, param.device, *[buffer.dtype for buffer in buffers])
+            if kind not in kinds:
+                form = _form_of(buffers, group)
+                rates = Rates(
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    eps=group["eps"],
+                    grad_multiplier=multiplier,
+                )
+                carry = _carry_of(form, buffers, group["implementation"], is_dense=is_dense)
+                kinds[kind] = batches.setdefault((carry, form, rates, param.device), Batch())
+            _append(kinds[kind], buffers, group, num_steps=self._num_steps[param])
         for (carry, form, rates, _), batch in batches.items():
             carry(form, batch, rates)
         return loss
@@ -349,12 +354,14 @@ def _form_of(buffers: list[Tensor], group: Mapping) -> Form:
     )
 
 
-def _carry_of(form: Form, buffers: list[Tensor], asked: Implementation) -> _Carry:
-    """Who carries out a step over the buffers of a parameter."""
+def _carry_of(
+    form: Form, buffers: list[Tensor], asked: Implementation, *, is_dense: bool
+) -> _Carry:
+    """Who carries out a step over the buffers of a parameter; `is_dense`: they lie alike."""
     device = buffers[0].device
     compiled = kernel.implementation_on(device)
     _check_implementation(asked, device)  # parameters may have moved since the optimizer was made
-    if asked == "aten" or compiled is None or not _is_one_dense_layout(buffers):
+    if asked == "aten" or compiled is None or not is_dense:
         return aten.adamw_
     if detect_fake_mode(buffers) is not None:  # nothing is computed, so nothing is compiled
         return kernel.adamw_

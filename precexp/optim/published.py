@@ -8,6 +8,7 @@ cannot follow gradients that shrink at beta2 = 0.999 (docs/numerics.md).
 from collections.abc import Mapping
 
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 
 def adamw_(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping) -> None:
@@ -23,13 +24,14 @@ def adamw_(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapp
     variance.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     # Of the step as a float32 tensor: Python's floats would correct by other bits.
     step_size = group["lr"] / (1 - beta1**step)
+    factor = -step_size if detect_fake_mode(step) is None else 0.0  # a fake step has no value
     denominator = variance.sqrt() / (1 - beta2**step) ** 0.5
     denominator.add_(group["eps"])
     if not group["use_kahan_summation"]:
-        param.addcdiv_(momentum, denominator, value=-step_size)  # type: ignore[arg-type]
+        param.addcdiv_(momentum, denominator, value=factor)  # type: ignore[arg-type]
         return
     compensation = state["compensation"]
-    compensation.addcdiv_(momentum, denominator, value=-step_size)  # type: ignore[arg-type]
+    compensation.addcdiv_(momentum, denominator, value=factor)  # type: ignore[arg-type]
     before = param.clone()
     param.add_(compensation)
     compensation.add_(before.sub_(param))
