@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from precexp import __version__
+from precexp import __version__, set_process_defaults
 from precexp.config import UserError, arm_of, conf_dir, load
 from precexp.record import lock_directory, read_record
 from precexp.sweep import (
@@ -52,8 +52,7 @@ def entry() -> NoReturn:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: all completed; 1: a run failed, diverged or was interrupted; 2: user error."""
-    # A spinning OpenMP thread slows a second busy process tenfold; torch reads this at import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_process_defaults()
     if "--version" in arguments:
         print(f"precexp {__version__}")
         return 0

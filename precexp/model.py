@@ -107,7 +107,7 @@ def build_model(config: ModelConfig, *, seed: int) -> PreTrainedModel:
                     trust_remote_code=config.trust_remote_code,
                 )
             if config.gradient_checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                _enable_checkpointing(model)
         except (ValueError, ImportError) as error:
             if isinstance(error, UserError):
                 raise
@@ -115,6 +115,12 @@ def build_model(config: ModelConfig, *, seed: int) -> PreTrainedModel:
     for param in model.parameters():  # code of a checkpoint's own may have set a dtype
         param.data = param.data.float()
     return model.train()
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    # transformers 5.24 gave it this name; before, it is the other
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
 
 
 def num_parameters(model: nn.Module) -> int:

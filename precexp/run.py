@@ -4,26 +4,39 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from precexp import environment
 from precexp.checkpoint import save_checkpoint
-from precexp.config import Arm, DataConfig, ModelConfig, RunConfig, TrainConfig, UserError
+from precexp.config import (
+    Arm,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    UserError,
+    config_hash,
+)
 from precexp.data import Batches, TokenBlocks, eval_subset, load_blocks
 from precexp.memory import ledger
+from precexp.memory.advice import ways_out
+from precexp.memory.plan import MIB, plan
 from precexp.model import build_model, init_hash, read_model_config, require_positions
 from precexp.optim import build_optimizer, promised_states
-from precexp.precision import Census, build_precision, check_census, take_census
+from precexp.precision import Census, Precision, build_precision, check_census, take_census
 from precexp.progress import Progress
-from precexp.record import Row, RunRecord, RunWriter
+from precexp.record import RecordError, Row, RunRecord, RunWriter, one_line, read_record
 from precexp.tracking import Tracker, check_login
-from precexp.train import checkpoints_at, has_diverged, place, train
+from precexp.train import Phase, checkpoints_at, has_diverged, place, train
 
 
 def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
@@ -40,7 +53,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         Tracker(config.wandb, record.record, directory=directory, group=config.name) as tracker,
     ):
         record.update(environment=environment.describe(device, attention=config.model.attention))
-        baseline = ledger.start(device)
+        begun = ledger.start(device)
         blocks = read_blocks(config.model, config.data)
         total_steps = steps_of(config.train, blocks)
         model = build_model(config.model, seed=config.seed)
@@ -50,7 +63,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         )
         place(model, optimizer, precision, device=device, compiled=config.model.compile)
         record.update(census=take_census(model).as_record())
-        after_init = ledger.allocated_bytes(device)
+        init_bytes = ledger.init_bytes(begun, model, optimizer)
         scaler = precision.build_scaler()
         batches = Batches(blocks.train, batch_size=config.train.batch_size, seed=config.seed)
         promised = precision.promised() | promised_states(
@@ -60,36 +73,43 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         _tell(record, [*blocks.notices, *_notices(config, device), *tracker.notices])
         outcome = Outcome(began=began, eval_bytes_per_token=blocks.eval_bytes_per_token)
 
+        phase = _LastPhase()
         with Progress(total_steps, log_every=config.train.log_every, label=arm.label) as progress:
-            for event in train(
-                model,
-                optimizer,
-                batches,
-                precision,
-                config.train,
-                scaler=scaler,
-                eval_blocks=eval_blocks,
-                total_steps=total_steps,
-            ):
-                if isinstance(event, Census):
-                    record.update(census=event.as_record())
-                    check_census(event, promised)
-                    print(event.summary(), file=sys.stderr)
-                    continue
-                for sink in (record, tracker, progress, outcome):
-                    sink.write(event)
-                if event.eval_loss is not None:
-                    record.evidence(data_hash=batches.data_hash, at_step=event.step)
-                if checkpoints_at(event.step, config.train, total_steps=total_steps):
-                    save_checkpoint(
-                        directory / "checkpoints",
-                        step=event.step,
-                        model=model,
-                        optimizer=optimizer,
-                        scaler=scaler,
-                        batches=batches,
-                        config_hash=record.record.config_hash,
-                    )
+            try:
+                for event in train(
+                    model,
+                    optimizer,
+                    batches,
+                    precision,
+                    config.train,
+                    scaler=scaler,
+                    eval_blocks=eval_blocks,
+                    total_steps=total_steps,
+                    on_phase=phase.begin,
+                ):
+                    if isinstance(event, Census):
+                        record.update(census=event.as_record())
+                        check_census(event, promised)
+                        print(event.summary(), file=sys.stderr)
+                        continue
+                    for sink in (record, tracker, progress, outcome):
+                        sink.write(event)
+                    if event.eval_loss is not None:
+                        record.evidence(data_hash=batches.data_hash, at_step=event.step)
+                    if checkpoints_at(event.step, config.train, total_steps=total_steps):
+                        save_checkpoint(
+                            directory / "checkpoints",
+                            step=event.step,
+                            model=model,
+                            optimizer=optimizer,
+                            scaler=scaler,
+                            batches=batches,
+                            config_hash=record.record.config_hash,
+                        )
+            except torch.OutOfMemoryError as error:
+                planned = planned_memory(record, config, device)
+                record.update(memory={"planned": planned, "measured": None})
+                raise OutOfMemory(out_of_memory(phase.name, planned)) from error
 
         record.evidence(data_hash=batches.data_hash)
         record.update(
@@ -97,10 +117,12 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
             error=outcome.error,
             results=outcome.results(),
             timing=outcome.timing(),
-            memory={
-                "planned": None,
-                "measured": ledger.measured(device, baseline=baseline, after_init=after_init),
-            },
+        )
+        measured = measured_memory(
+            record, begun, model, optimizer, precision, scaler, config, init_bytes=init_bytes
+        )
+        record.update(
+            memory={"planned": planned_memory(record, config, device), "measured": measured}
         )
         tracker.finish(record.record)
         _tell(record, tracker.notices)  # what went wrong with wandb on the way
@@ -145,6 +167,86 @@ def steps_of(config: TrainConfig, blocks: TokenBlocks) -> int:
             f"{config.epochs * len(blocks.train) // config.grad_accumulation}"
         )
     return steps
+
+
+class OutOfMemory(RuntimeError):
+    """The GPU's memory was not enough: one line that says for what, and what would be."""
+
+
+@dataclass
+class _LastPhase:
+    """The phase of the training step that is under way."""
+
+    name: str = "forward"
+
+    def begin(self, name: Phase) -> None:
+        self.name = name
+
+
+def planned_memory(
+    record: RunWriter, config: RunConfig, device: torch.device
+) -> dict[str, object] | None:
+    """The `memory.planned` of the run; a run of the same arm that has it spares the planning.
+
+    Where it cannot be planned the record says why, and the run is none the worse.
+    """
+    for path in sorted(record.directory.parent.glob("*/run.json")):
+        with suppress(RecordError, UserError):
+            other = read_record(path)
+            planned = other.memory.get("planned")
+            if (
+                isinstance(planned, dict)
+                and planned.get("device") == device.type
+                and all(
+                    other.environment.get(key) == record.record.environment.get(key)
+                    for key in ("packages", "commit")
+                )
+                and config_hash(replace(config, seed=other.seed)) == other.config_hash
+            ):
+                return planned
+    try:
+        planned = plan(config, device=device.type)  # type: ignore[arg-type]
+        ways = [asdict(way) for way in ways_out(config, planned)]
+        return {**planned.as_record(), "ways_out": ways}
+    except Exception as error:
+        _tell(record, [f"memory was not planned: {one_line(error)}"])
+        return None
+
+
+def measured_memory(
+    record: RunWriter,
+    begun: ledger.Start,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    precision: Precision,
+    scaler: torch.amp.GradScaler,
+    config: RunConfig,
+    *,
+    init_bytes: int,
+) -> dict[str, object] | None:
+    """The `memory.measured` of the run, by further steps of the model, which is used up."""
+    try:
+        return ledger.measure(
+            begun, model, optimizer, precision, scaler, config, after_init=init_bytes
+        )
+    except Exception as error:
+        _tell(record, [f"memory was not measured: {one_line(error)}"])
+        return None
+
+
+def out_of_memory(phase: str, planned: Mapping[str, Any] | None) -> str:
+    """What ran out where, what the plan says it was for, and the cheapest ways out."""
+    text = f"CUDA out of memory in the {phase} phase"
+    if planned is None:
+        return text
+    largest = sorted(planned["categories"].items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {num_bytes / MIB:,.0f}" for name, num_bytes in largest)
+    text += f"; planned peak {planned['peak_bytes'] / MIB:,.0f} MiB ({parts})"
+    ways = (
+        f"{way['overrides']} (-{way['saved_bytes'] / MIB:,.0f} MiB)"
+        for way in planned["ways_out"][:3]
+    )
+    return f"{text}; smaller: {', or '.join(ways)}" if planned["ways_out"] else text
 
 
 @dataclass

@@ -33,6 +33,7 @@ def train(
     scaler: torch.amp.GradScaler,
     eval_blocks: np.ndarray,
     total_steps: int,
+    on_phase: Callable[[Phase], None] = lambda _: None,
 ) -> Iterator[Row | Census]:
     """Yields a Row per optimizer step in order and, once, the Census of the first applied step.
 
@@ -51,7 +52,13 @@ def train(
             group["lr"] = lr
         micro_batches = [batches.next_batch() for _ in range(config.grad_accumulation)]
         done = training_step(
-            model, optimizer, micro_batches, precision, scaler, max_grad_norm=config.max_grad_norm
+            model,
+            optimizer,
+            micro_batches,
+            precision,
+            scaler,
+            max_grad_norm=config.max_grad_norm,
+            on_phase=on_phase,
         )
         if census_due and not done.skipped:
             yield take_census(model, optimizer=optimizer, logits=done.logits, loss=done.loss)

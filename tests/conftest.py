@@ -2,7 +2,9 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before any test imports torch
+from precexp import set_process_defaults
+
+set_process_defaults()  # before any test imports torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 for secret in ("WANDB_API_KEY", "HF_TOKEN"):

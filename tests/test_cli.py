@@ -76,7 +76,10 @@ def test_a_single_run_leaves_its_record(command: Callable[..., int], tmp_path: P
     assert record["evidence"]["data_hash_at"]["4"] == record["evidence"]["data_hash"]
     assert record["results"]["steps"] == record["results"]["applied_steps"] == 4
     assert record["results"]["tokens"] == 4 * 2 * 32
-    assert record["memory"]["measured"] is None
+    planned, measured = record["memory"]["planned"], record["memory"]["measured"]
+    assert planned["device"] == "cpu"
+    assert measured["peak_bytes"] == pytest.approx(planned["peak_bytes"], rel=1e-3)
+    assert sum(measured["categories"].values()) == measured["peak_bytes"]
     assert record["warnings"] == []
     assert [row["step"] for row in rows(directory)] == [1, 2, 3, 4]
     assert rows(directory)[-1]["eval_loss"] == record["results"]["final_eval_loss"]

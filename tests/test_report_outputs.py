@@ -29,6 +29,7 @@ PROMISED = {  # DESIGN section 9
     "ci_high",
     "verdict",
 }
+MIB = 2**20
 WARNING = {
     "code": "unchanged_weights",
     "message": "40 % of the weights did not change",
@@ -119,13 +120,41 @@ def test_memory_lists_the_dtypes_of_states(tmp_path: Path) -> None:
     assert "not measured" in memory
 
 
-def test_measured_memory_is_in_mib(tmp_path: Path) -> None:
-    memory = {"planned": None, "measured": {"peak_bytes": 3 * 2**20, "init_bytes": None}}
-    write_sweep(tmp_path, FakeRun(record={"memory": memory}))
+def memory_record(*, planned: int | None, measured: int | None) -> dict:
+    """The `memory` of run.json, its peaks in MiB."""
+    ways = [{"overrides": "model.attention=sdpa", "saved_bytes": 2**20}]
+    return {
+        "planned": planned
+        and {
+            "peak_bytes": planned * MIB,
+            "categories": {"weights": planned * MIB - 1, "loss": 1},
+            "ways_out": ways,
+        },
+        "measured": measured
+        and {"peak_bytes": measured * MIB, "init_bytes": None, "categories": {"loss": 5}},
+    }
+
+
+def test_planned_and_measured_memory_stand_side_by_side(tmp_path: Path) -> None:
+    records = [{"memory": memory_record(planned=p, measured=m)} for p, m in ((4, 5), (2, 2))]
+    write_sweep(
+        tmp_path, FakeRun(record=records[0]), FakeRun(record=records[1], precision="bf16_pure")
+    )
     text = section_of(markdown_of(tmp_path), "Memory & bytes per parameter")
     assert "MiB = 2^20 bytes" in text
-    assert "| `fp32-anyprecision` | not measured | 3.0 |" in text
-    assert rows_of(tmp_path / "report/runs.csv")[0]["peak_allocated_bytes"] == str(3 * 2**20)
+    assert "| `fp32-anyprecision` | 4.0 | 5.0 | +25.00 % | +0.0 % |" in text
+    assert "| `bf16_pure-anyprecision` | 2.0 | 2.0 | +0.00 % | -60.0 % |" in text
+    assert "loss and logits are 100 % of the peak; `model.attention=sdpa` would take 1.0" in text
+    assert rows_of(tmp_path / "report/runs.csv")[0]["peak_allocated_bytes"] == str(5 * MIB)
+    assert (tmp_path / "report/memory.svg").exists()
+
+
+def test_memory_that_was_only_planned_is_shown_as_planned(tmp_path: Path) -> None:
+    record = {"memory": memory_record(planned=4, measured=None)}
+    write_sweep(tmp_path, FakeRun(record=record))
+    text = section_of(markdown_of(tmp_path), "Memory & bytes per parameter")
+    assert "| `fp32-anyprecision` | 4.0 | – | – | +0.0 % |" in text
+    assert "weights are 100 % of the peak" in text
 
 
 def test_environments_that_differ_are_named(tmp_path: Path) -> None:

@@ -1,22 +1,23 @@
-"""python -m precexp.bench {runner,numerics,optimizer} [--output FILE] [options] [key=value ...]"""
+"""python -m precexp.bench {runner,numerics,optimizer,memory} [--output FILE] [key=value ...]"""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from precexp import set_process_defaults
+
 
 def main(arguments: Sequence[str]) -> int:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
+    set_process_defaults()
     import torch
 
-    from precexp.bench import numerics, optimizer, runner
+    from precexp.bench import memory, numerics, optimizer, runner
     from precexp.cli import compose
     from precexp.config import UserError
 
     parser = argparse.ArgumentParser(prog="python -m precexp.bench", description=__doc__)
-    parser.add_argument("benchmark", choices=["runner", "numerics", "optimizer"])
+    parser.add_argument("benchmark", choices=["runner", "numerics", "optimizer", "memory"])
     parser.add_argument("overrides", nargs="*", help="of the config, as key=value")
     parser.add_argument("--rounds", type=int, help="runner and optimizer: of all candidates")
     parser.add_argument("--steps", type=int, default=runner.STEPS, help="runner: in each round")
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str]) -> int:
         if args.benchmark == "numerics":
             planned = compose([*numerics.OVERRIDES, *args.overrides])
             numerics.bench(planned, output=args.output)
+        elif args.benchmark == "memory":
+            memory.bench(output=args.output, overrides=args.overrides)
         elif args.benchmark == "optimizer":
             planned = compose([f"model={args.shapes}", *args.overrides])
             rounds = args.rounds or optimizer.ROUNDS

@@ -155,9 +155,27 @@ def bytes_per_param(run: ReportedRun, key: str) -> float | None:
 
 
 def measured_bytes(run: ReportedRun, key: str) -> float | None:
-    """A number of the run's measured CUDA memory; None if it was not measured."""
+    """A number of the run's measured memory; None if it was not measured."""
     memory = run.record.memory if run.record is not None else None
     return number(block(memory, "measured"), key)
+
+
+def plan_of(runs: Iterable[ReportedRun]) -> Mapping[str, object] | None:
+    """The planned memory of an arm, from the first run that has it; None if none was planned."""
+    plans = (block(run.record.memory, "planned") for run in runs if run.record is not None)
+    return next((plan for plan in plans if plan), None)
+
+
+def named_arms(
+    report: Report, only: Group | None = None
+) -> list[tuple[str, Sequence[ReportedRun]]]:
+    """Each arm of each group, or of one: its name in a table, and its runs."""
+    return [
+        (f"`{arm.label}`" + (f" ({group.title})" if group.title else ""), arm.runs)
+        for group in report.groups
+        for arm in group.arms
+        if only is None or group is only
+    ]
 
 
 def mean_of(

@@ -1,70 +1,10 @@
-"""The sections of report.md on what the runs cost, lost and ran on."""
+"""The sections of report.md on speed, on what the runs lost and what they ran on."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from precexp.report.build import Report, bytes_per_param, mean_of, measured_bytes, timing
-from precexp.report.read import ReportedRun, block
-from precexp.report.tables import NOTHING, markdown_table, mib, plural, short, whole
-
-# The roles of a census that are not optimizer states.
-NOT_STATES = ("parameters", "gradients", "buffers", "forward", "loss", "step")
-MEASURED = {  # key of memory.measured: its words
-    "init_bytes": "allocated after init",
-    "peak_bytes": "peak allocated",
-    "allocated_bytes": "allocated at the end",
-    "reserved_bytes": "reserved",
-}
-
-
-def memory_section(report: Report) -> Iterator[str]:
-    """Bytes per parameter by category and what holds them; measured CUDA memory."""
-    arms = _named_arms(report)
-    yield "Bytes per parameter, counted in the running program (the census), and what holds them:"
-    yield ""
-    yield from markdown_table(
-        ("arm", "weights", "gradients", "states", "total", "dtypes", "dtypes of states"),
-        [_bytes_row(name, runs) for name, runs in arms],
-    )
-    yield ""
-    if not any(measured_bytes(run, key) is not None for run in report.runs for key in MEASURED):
-        yield "CUDA memory: not measured (no run was on a GPU)."
-        return
-    yield (
-        "CUDA memory of the run as PyTorch's allocator counts it, in MiB = 2^20 bytes, mean over "
-        "seeds (nvidia-smi shows the whole process, which is more):"
-    )
-    yield ""
-    yield from markdown_table(
-        ("arm", *MEASURED.values()),
-        [
-            (name, *(mib(mean_of(runs, measured_bytes, key)) for key in MEASURED))
-            for name, runs in arms
-        ],
-    )
-
-
-def _bytes_row(name: str, runs: Sequence[ReportedRun]) -> Sequence[str]:
-    parts = ("weights", "gradients", "states", "total")
-    dtypes = _dtypes(runs)
-    states = [f"{role} {dtype}" for role, dtype in dtypes.items() if role not in NOT_STATES]
-    others = [f"{role} {dtypes[role]}" for role in ("parameters", "gradients") if role in dtypes]
-    return (
-        name,
-        *(short(mean_of(runs, bytes_per_param, part)) for part in parts),
-        ", ".join(others) or NOTHING,
-        ", ".join(states) or NOTHING,
-    )
-
-
-def _dtypes(runs: Sequence[ReportedRun]) -> dict[str, str]:
-    """{role: its dtypes} over the censuses of the runs."""
-    found: dict[str, dict[str, None]] = {}
-    for run in runs:
-        tensors = block(vars(run.record), "census").get("tensors") if run.record else None
-        for row in tensors if isinstance(tensors, list) else []:
-            found.setdefault(str(row["role"]), {})[str(row["dtype"])] = None
-    return {role: "+".join(dtypes) for role, dtypes in found.items()}
+from precexp.report.build import Report, mean_of, named_arms, timing
+from precexp.report.tables import NOTHING, markdown_table, plural, short, whole
 
 
 def speed_section(report: Report) -> Iterator[str]:
@@ -77,7 +17,7 @@ def speed_section(report: Report) -> Iterator[str]:
                 whole(mean_of(runs, timing, "tokens_per_second")),
                 short(mean_of(runs, timing, "step_seconds_median")),
             )
-            for name, runs in _named_arms(report)
+            for name, runs in named_arms(report)
         ],
     )
     yield ""
@@ -125,15 +65,6 @@ def _counted(values: Counter[str]) -> str:
     if len(values) == 1:
         return next(iter(values))
     return "; ".join(f"{value} ({plural(count, 'run')})" for value, count in values.items())
-
-
-def _named_arms(report: Report) -> list[tuple[str, Sequence[ReportedRun]]]:
-    """Each arm of each group: its name in a table, and its runs."""
-    return [
-        (f"`{arm.label}`" + (f" ({group.title})" if group.title else ""), arm.runs)
-        for group in report.groups
-        for arm in group.arms
-    ]
 
 
 def _spelled(value: object) -> str:

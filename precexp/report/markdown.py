@@ -17,10 +17,10 @@ from precexp.report.build import (
 )
 from precexp.report.costs import (
     environment_section,
-    memory_section,
     speed_section,
     warnings_section,
 )
+from precexp.report.memory import memory_section
 from precexp.report.read import ReportedRun
 from precexp.report.statistics import LEVEL
 from precexp.report.tables import (

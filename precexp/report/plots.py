@@ -1,7 +1,7 @@
-"""The figure of a report: loss curves, and below them the difference to the reference arm."""
+"""The figures of a report: loss curves with differences to the reference arm, and memory."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -21,12 +21,26 @@ from precexp.report.curves import (
     thin,
     train_band,
 )
+from precexp.report.memory import CATEGORIES
 from precexp.report.read import Curve, ReportedRun
-from precexp.report.tables import percent
+from precexp.report.tables import MIB, percent
 
 # Okabe and Ito's colour-blind-safe palette, without the yellow that paper swallows.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 MARKERS = "osD^vPX"
+# Held from step to step in dark tones, what a step makes in light ones.
+CATEGORY_COLOURS = {
+    "weights": "#0072B2",
+    "gradients": "#D55E00",
+    "optimizer_state": "#009E73",
+    "activations": "#56B4E9",
+    "autocast_copies": "#CC79A7",
+    "loss": "#E69F00",
+    "inputs": "#999999",
+    "temporaries": "#BBBBBB",
+    "buffers": "#666666",
+    "unattributed": "#DDDDDD",
+}
 # Nothing here depends on the user's fonts, clock or matplotlibrc: the bytes are always the same.
 STYLE = {
     "svg.hashsalt": "precexp",
@@ -57,6 +71,44 @@ def write_loss_curves(report: Report, output: Path) -> None:
         figure = draw_loss_curves(report)
         figure.savefig(output / "loss_curves.svg", metadata={"Date": None})
         figure.savefig(output / "loss_curves.png", dpi=PNG_DPI)
+
+
+def write_memory_figure(arms: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Writes path.svg and path.png: a stacked bar per arm of what its peak is made of.
+
+    `arms` has, by the arm's label, bytes by category, as in memory.planned.
+    """
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)  # type: ignore[call-overload]
+        figure = _draw_memory(arms)
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        figure.savefig(path.with_suffix(".png"), dpi=PNG_DPI)
+
+
+def _draw_memory(arms: Mapping[str, Mapping[str, float]]) -> Figure:
+    figure = Figure(figsize=(9.0, 1.6 + 0.55 * len(arms)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    labels = list(arms)
+    ends = np.zeros(len(arms))
+    seen = 0.002 * max(sum(sizes.values()) for sizes in arms.values()) / MIB  # as a line at least
+    for key, words in CATEGORIES.items():
+        sizes = np.array([max(arms[label].get(key, 0), 0) for label in labels]) / MIB
+        if sizes.max(initial=0) > seen:
+            axes.barh(
+                labels, sizes, left=ends, color=CATEGORY_COLOURS[key], label=words, height=0.62
+            )
+            ends += sizes
+    for place, end in enumerate(ends):
+        axes.text(end, place, f" {end:,.0f}", va="center", color="#333333")
+    axes.invert_yaxis()
+    axes.set_xlim(0, ends.max(initial=0) * 1.1 or 1)
+    axes.set_xlabel("MiB (2^20 bytes) allocated at the peak of a training step")
+    axes.grid(axis="y", visible=False)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, handlelength=1.2)
+    return figure
 
 
 def draw_loss_curves(report: Report) -> Figure:

@@ -5,17 +5,20 @@ from pathlib import Path
 from precexp.report.build import Report
 from precexp.report.csvs import write_csvs
 from precexp.report.markdown import render_markdown
+from precexp.report.memory import peak_categories
 
 
 def write_report(report: Report, output: Path | None = None) -> None:
-    """report.md, runs.csv, arms.csv and the loss curves; by default in `report.output`.
+    """report.md, runs.csv, arms.csv and the figures; by default in `report.output`.
 
     The same records give the same bytes. Raises OSError if the directory cannot be written.
     """
-    from precexp.report.plots import write_loss_curves  # matplotlib is slow to import
+    from precexp.report.plots import write_loss_curves, write_memory_figure  # slow to import
 
     output = output or report.output
     output.mkdir(parents=True, exist_ok=True)
     write_csvs(report, output)
     write_loss_curves(report, output)
+    if categories := peak_categories(report):
+        write_memory_figure(categories, output / "memory")
     (output / "report.md").write_text(render_markdown(report, output), encoding="utf-8")
