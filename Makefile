@@ -22,6 +22,7 @@ lint: $(VENV)/.ready
 gpu-check:
 	$(PYTHON) -m pytest -m gpu
 	$(PYTHON) -m precexp.bench optimizer --device cuda --shapes opt-1.3b --output outputs/bench_optimizer_gpu.csv
+	$(PYTHON) -m precexp.bench memory --device cuda --output outputs/bench_memory_gpu.json
 
 clean:
 	rm -rf $(VENV)

@@ -63,7 +63,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         )
         place(model, optimizer, precision, device=device, compiled=config.model.compile)
         record.update(census=take_census(model).as_record())
-        init_bytes = ledger.init_bytes(begun, model, optimizer)
+        init_bytes = ledger.held_bytes(begun, model, optimizer)
         scaler = precision.build_scaler()
         batches = Batches(blocks.train, batch_size=config.train.batch_size, seed=config.seed)
         promised = precision.promised() | promised_states(
@@ -183,6 +183,9 @@ class _LastPhase:
         self.name = name
 
 
+_PLANS: dict[tuple[object, ...], dict[str, Any]] = {}  # of this process, by what they depend on
+
+
 def planned_memory(
     record: RunWriter, config: RunConfig, device: torch.device
 ) -> dict[str, object] | None:
@@ -204,10 +207,24 @@ def planned_memory(
                 and config_hash(replace(config, seed=other.seed)) == other.config_hash
             ):
                 return planned
+    train = config.train
+    kind = (
+        config.model,
+        config.data.block_size,
+        config.precision,
+        config.optim,
+        train.batch_size,
+        train.grad_accumulation,
+        train.max_grad_norm,
+        device.type,
+    )
+    if kind in _PLANS:
+        return _PLANS[kind]
     try:
         planned = plan(config, device=device.type)  # type: ignore[arg-type]
         ways = [asdict(way) for way in ways_out(config, planned)]
-        return {**planned.as_record(), "ways_out": ways}
+        _PLANS[kind] = {**planned.as_record(), "ways_out": ways}
+        return _PLANS[kind]
     except Exception as error:
         _tell(record, [f"memory was not planned: {one_line(error)}"])
         return None

@@ -120,7 +120,7 @@ def test_memory_lists_the_dtypes_of_states(tmp_path: Path) -> None:
     assert "not measured" in memory
 
 
-def memory_record(*, planned: int | None, measured: int | None) -> dict:
+def memory_record(*, planned: int | None, measured: int | None) -> dict[str, object]:
     """The `memory` of run.json, its peaks in MiB."""
     ways = [{"overrides": "model.attention=sdpa", "saved_bytes": 2**20}]
     return {
@@ -136,7 +136,9 @@ def memory_record(*, planned: int | None, measured: int | None) -> dict:
 
 
 def test_planned_and_measured_memory_stand_side_by_side(tmp_path: Path) -> None:
-    records = [{"memory": memory_record(planned=p, measured=m)} for p, m in ((4, 5), (2, 2))]
+    records: list[dict[str, object]] = [
+        {"memory": memory_record(planned=p, measured=m)} for p, m in ((4, 5), (2, 2))
+    ]
     write_sweep(
         tmp_path, FakeRun(record=records[0]), FakeRun(record=records[1], precision="bf16_pure")
     )
@@ -150,7 +152,7 @@ def test_planned_and_measured_memory_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_memory_that_was_only_planned_is_shown_as_planned(tmp_path: Path) -> None:
-    record = {"memory": memory_record(planned=4, measured=None)}
+    record: dict[str, object] = {"memory": memory_record(planned=4, measured=None)}
     write_sweep(tmp_path, FakeRun(record=record))
     text = section_of(markdown_of(tmp_path), "Memory & bytes per parameter")
     assert "| `fp32-anyprecision` | 4.0 | – | – | +0.0 % |" in text

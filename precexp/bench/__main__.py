@@ -1,29 +1,36 @@
-"""python -m precexp.bench {runner,numerics,optimizer,memory} [--output FILE] [key=value ...]"""
+"""python -m precexp.bench BENCHMARK [--output FILE] [options] [key=value ...]"""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from precexp import set_process_defaults
+from precexp.config import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+BENCHMARKS = ("runner", "numerics", "optimizer", "memory", "published-table")
 
 
 def main(arguments: Sequence[str]) -> int:
     set_process_defaults()
-    import torch
-
-    from precexp.bench import memory, numerics, optimizer, runner
+    from precexp.bench import memory, numerics, optimizer, published_table, runner
     from precexp.cli import compose
-    from precexp.config import UserError
 
     parser = argparse.ArgumentParser(prog="python -m precexp.bench", description=__doc__)
-    parser.add_argument("benchmark", choices=["runner", "numerics", "optimizer", "memory"])
+    parser.add_argument("benchmark", choices=BENCHMARKS)
     parser.add_argument("overrides", nargs="*", help="of the config, as key=value")
     parser.add_argument("--rounds", type=int, help="runner and optimizer: of all candidates")
     parser.add_argument("--steps", type=int, default=runner.STEPS, help="runner: in each round")
     parser.add_argument("--shapes", default="opt-125m", help="optimizer: of which model")
     parser.add_argument("--threads", type=int, default=1, help="optimizer")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="optimizer")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="optimizer, memory"
+    )
     parser.add_argument("--output", type=Path, help="JSON, for optimizer CSV")
     args = parser.parse_intermixed_args(arguments)
     try:
@@ -31,15 +38,18 @@ def main(arguments: Sequence[str]) -> int:
             planned = compose([*numerics.OVERRIDES, *args.overrides])
             numerics.bench(planned, output=args.output)
         elif args.benchmark == "memory":
-            memory.bench(output=args.output, overrides=args.overrides)
+            memory.bench(device=_device(args.device), output=args.output)
+        elif args.benchmark == "published-table":
+            published_table.bench(output=args.output)
         elif args.benchmark == "optimizer":
             planned = compose([f"model={args.shapes}", *args.overrides])
             rounds = args.rounds or optimizer.ROUNDS
-            device = torch.device(args.device)
-            if device.type == "cuda" and not torch.cuda.is_available():
-                raise UserError("--device cuda: torch sees no CUDA GPU here")
             optimizer.bench(
-                planned, device=device, rounds=rounds, threads=args.threads, output=args.output
+                planned,
+                device=_device(args.device),
+                rounds=rounds,
+                threads=args.threads,
+                output=args.output,
             )
         else:
             steps = f"train.max_steps={args.steps}"
@@ -49,6 +59,14 @@ def main(arguments: Sequence[str]) -> int:
         print(f"precexp: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA GPU here")
+    return torch.device(name)
 
 
 if __name__ == "__main__":

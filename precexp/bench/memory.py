@@ -1,11 +1,11 @@
-"""The plan against the allocator: peaks of a training step on a CPU, in every phase.
+"""The plan against the allocator: peaks of a training step, in every phase.
 
-Each case is planned for a CPU, then built and trained, and torch's profiler adds up what its
-allocator really handed out. Small shapes: what is compared are the rules, and they do not depend
-on sizes.
+Each case is planned, then built and trained, and asked of torch's allocator. On a CPU the shapes
+are small: what is compared are the rules, which do not depend on sizes. On CUDA they are those of
+the original experiment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ BASE = (
     "model.hidden_size=192", "model.word_embed_proj_dim=192", "model.ffn_dim=768",
     "model.num_attention_heads=4", "model.num_hidden_layers=3", "model.vocab_size=4096",
     "model.max_position_embeddings=512", "data.block_size=128", "train.batch_size=4",
+    "model.attention=sdpa",
 )  # fmt: skip
 CASES: Sequence[tuple[str, ...]] = (
     ("precision=fp32",),
@@ -49,6 +50,13 @@ CASES: Sequence[tuple[str, ...]] = (
     ("precision=bf16_plain", "model.do_layer_norm_before=false", "model.word_embed_proj_dim=96"),
     ("precision=fp16_amp", "precision.initial_scale=1", "data.block_size=16", "train.batch_size=2"),
 )
+GPU_BASE = ("data.block_size=1024", "train.batch_size=12", "precision.initial_scale=1")
+GPU_CASES: Sequence[tuple[str, ...]] = tuple(
+    (f"model={model}", f"precision={precision}", f"optim={optim}")
+    for model in ("opt-125m", "opt-1.3b")
+    for precision in ("fp32", "bf16_mixed", "fp16_amp", "bf16_pure")
+    for optim in ("anyprecision", "adamw")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,28 +75,40 @@ class Comparison:
         return {name: planned / real - 1 for name, (planned, real) in pairs.items()}
 
 
-def bench(*, output: Path | None, overrides: Sequence[str] = ()) -> list[Comparison]:
-    """Compares every case, prints and, given `output`, writes JSON."""
+def bench(*, device: torch.device, output: Path | None) -> list[Comparison]:
+    """Compares every case, prints and, given `output`, writes JSON.
+
+    On CUDA, a case that is planned to be larger than the GPU's memory is left out.
+    """
+    on_gpu = device.type == "cuda"
+    base, cases = (GPU_BASE, GPU_CASES) if on_gpu else (BASE, CASES)
     found = []
-    for case in track(CASES, description="comparing", transient=True):
-        found.append(compare(" ".join(case), compose([*BASE, *case, *overrides]).config))
+    for case in track(cases, description="comparing", transient=True):
+        config = compose([*base, *case]).config
+        planned = plan(config, device="cuda" if on_gpu else "cpu")
+        if on_gpu and planned.peak_bytes > torch.cuda.mem_get_info(device)[0]:
+            continue
+        real = real_peaks(config, device=device)
+        found.append(Comparison(case=" ".join(case), planned=planned.phases, real=real))
     Console().print(_table(found))
     if output is not None:
-        cases = [{**asdict(each), "residuals": each.residuals} for each in found]
-        described = environment.describe(torch.device("cpu"), attention="sdpa")
-        write_json(output, {"base": list(BASE), "cases": cases, "environment": described})
+        described = environment.describe(device, attention="sdpa")
+        results = [{**asdict(each), "residuals": each.residuals} for each in found]
+        write_json(output, {"base": list(base), "cases": results, "environment": described})
     return found
 
 
 def compare(case: str, config: RunConfig) -> Comparison:
     """Plans a training step on a CPU and runs it there."""
     planned = plan(config, device="cpu")
-    return Comparison(case=case, planned=planned.phases, real=real_peaks(config))
+    return Comparison(
+        case=case, planned=planned.phases, real=real_peaks(config, device=torch.device("cpu"))
+    )
 
 
-def real_peaks(config: RunConfig) -> dict[str, int]:
+def real_peaks(config: RunConfig, *, device: torch.device) -> dict[str, int]:
     """The allocator's peaks in the second step of the run, in bytes by phase."""
-    device = torch.device("cpu")
+    begun = ledger.start(device)
     precision = build_precision(config.precision, device=device)
     model = build_model(config.model, seed=config.seed)
     optimizer = build_optimizer(model.parameters(), config.optim, config.train, seed=config.seed)
@@ -96,7 +116,7 @@ def real_peaks(config: RunConfig) -> dict[str, int]:
     scaler = precision.build_scaler()
     ids = torch.zeros((config.train.batch_size, config.data.block_size), dtype=torch.int64)
 
-    def step(on_phase=lambda _: None) -> None:  # type: ignore[no-untyped-def]
+    def step(on_phase: Callable[[str], None] = lambda _: None) -> None:
         training_step(
             model,
             optimizer,
@@ -110,8 +130,8 @@ def real_peaks(config: RunConfig) -> dict[str, int]:
         optimizer.zero_grad(set_to_none=True)
 
     step()
-    held = ledger.held_by(model, optimizer, [ids])
-    return {phase: held + above for phase, above in ledger.allocator_peaks(step).items()}
+    held = ledger.held_bytes(begun, model, optimizer, [ids])
+    return ledger.step_peaks(begun, step, before=held)
 
 
 def _table(found: Sequence[Comparison]) -> Table:

@@ -20,6 +20,8 @@ from precexp.memory.trace import PHASES, ROUNDING, Timeline, Trace
 from precexp.precision import Precision
 from precexp.train import training_step
 
+_MARK = "precexp phase: "
+
 _Step = Callable[[Callable[[str], None]], None]  # a step that tells its phases
 
 
@@ -40,11 +42,24 @@ def start(device: torch.device) -> Start:
     return Start(device=device, baseline_bytes=torch.cuda.memory_allocated(device))
 
 
-def init_bytes(begun: Start, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
-    """What the model took: on CUDA allocated since the start, on a CPU what its tensors hold."""
+def held_bytes(
+    begun: Start,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    inputs: Sequence[Tensor] = (),
+) -> int:
+    """What a run holds: on CUDA allocated since the start, on a CPU what its tensors take."""
     if begun.baseline_bytes is not None:
         return torch.cuda.memory_allocated(begun.device) - begun.baseline_bytes
-    return held_by(model, optimizer, ())
+    params = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*params, *(p.grad for p in params), *model.buffers(), *states, *inputs]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if isinstance(tensor, Tensor)
+    }
+    return sum(storages.values())
 
 
 def measure(
@@ -77,14 +92,8 @@ def measure(
 
     optimizer.zero_grad(set_to_none=True)
     run_peak = _run_peak(begun)
-    if begun.baseline_bytes is not None:
-        steady = torch.cuda.memory_allocated(device) - begun.baseline_bytes
-        phases = _cuda_peaks(step, begun)
-        reserved: int | None = torch.cuda.memory_reserved(device)
-    else:
-        steady = held_by(model, optimizer, [batch])
-        phases = {phase: steady + above for phase, above in allocator_peaks(step).items()}
-        reserved = None
+    steady = held_bytes(begun, model, optimizer, [batch])
+    phases = step_peaks(begun, step, before=steady)
     peak = max(phases.values())
     timeline = trace_step(step, model, optimizer, [batch], tokens=batch.numel())
     categories = {str(key): num_bytes for key, num_bytes in timeline.categories.items()}
@@ -103,7 +112,7 @@ def measure(
         "train_alloc_delta_bytes": steady - after_init,
         "train_peaked_delta_bytes": peak - steady,
         "allocated_bytes": steady,
-        "reserved_bytes": reserved,
+        "reserved_bytes": torch.cuda.memory_reserved(device) if device.type == "cuda" else None,
         "process_bytes": _process_bytes(device),
         "run_peak_bytes": run_peak,
     }
@@ -127,8 +136,18 @@ def trace_step(
     return trace.replay()
 
 
-def allocator_peaks(step: _Step) -> dict[str, int]:
-    """Peaks of torch's CPU allocator in each phase of a step, in bytes above what there was before.
+def step_peaks(begun: Start, step: _Step, *, before: int) -> dict[str, int]:
+    """The allocator's peaks in each phase of a step, in bytes above the baseline.
+
+    `before` is what is held when the step begins.
+    """
+    if begun.baseline_bytes is None:
+        return {phase: before + above for phase, above in _cpu_peaks(step).items()}
+    return _cuda_peaks(begun.device, begun.baseline_bytes, step)
+
+
+def _cpu_peaks(step: _Step) -> dict[str, int]:
+    """In bytes above what there is before the step.
 
     From the events of torch's profiler, so every allocation counts, also one inside an operation.
     """
@@ -158,23 +177,19 @@ def allocator_peaks(step: _Step) -> dict[str, int]:
     return {phase: peaks[phase] for phase in PHASES}
 
 
-_MARK = "precexp phase: "
-
-
-def _cuda_peaks(step: _Step, begun: Start) -> dict[str, int]:
-    """Peaks of the CUDA allocator in each phase, above the baseline. The host waits for nothing."""
-    assert begun.baseline_bytes is not None
+def _cuda_peaks(device: torch.device, baseline_bytes: int, step: _Step) -> dict[str, int]:
+    """The host waits for nothing: the allocator counts when memory is asked for."""
     peaks: dict[str, int] = {}
     current = ""
 
     def on_phase(name: str) -> None:
         nonlocal current
-        peak = torch.cuda.max_memory_allocated(begun.device) - begun.baseline_bytes  # type: ignore[operator]
+        peak = torch.cuda.max_memory_allocated(device) - baseline_bytes
         peaks[current] = max(peaks.get(current, 0), peak)
-        torch.cuda.reset_peak_memory_stats(begun.device)
+        torch.cuda.reset_peak_memory_stats(device)
         current = name
 
-    torch.cuda.reset_peak_memory_stats(begun.device)
+    torch.cuda.reset_peak_memory_stats(device)
     step(on_phase)
     return {phase: peaks[phase] for phase in PHASES}
 
@@ -184,21 +199,6 @@ def _run_peak(begun: Start) -> int | None:
     if begun.baseline_bytes is None:
         return None
     return torch.cuda.max_memory_allocated(begun.device) - begun.baseline_bytes
-
-
-def held_by(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, inputs: Sequence[Tensor]
-) -> int:
-    """Bytes of the storages of parameters, gradients, buffers, states and inputs, each once."""
-    params = list(model.parameters())
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [*params, *(p.grad for p in params), *model.buffers(), *states, *inputs]
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in tensors
-        if isinstance(tensor, Tensor)
-    }
-    return sum(storages.values())
 
 
 def _process_bytes(device: torch.device) -> int | None:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -107,7 +108,7 @@ def plan(config: RunConfig, *, device: DeviceType) -> Plan:
                         host_reads=False,
                     )
                 except DataDependentOutputException as error:
-                    raise _host_read(error, config.model) from error
+                    raise _host_read(error, config.model) from None
                 trace.tag_states(model, optimizer)
                 trace.phase("")
                 optimizer.zero_grad(set_to_none=True)
@@ -160,8 +161,8 @@ def _host_read(error: DataDependentOutputException, model: ModelConfig) -> UserE
     own = [f for f in frames if "/torch/" not in f.filename and "/precexp/" not in f.filename]
     frame = (own or frames)[-1]
     return UserError(
-        f"plan: the forward pass of model={model.name} reads a value of a tensor ({error.func} in "
-        f"{frame.filename}, line {frame.lineno}), which a plan has not got"
+        f"plan: model={model.name} reads a value of a tensor ({error.func} in "
+        f"{Path(frame.filename).name}, line {frame.lineno}), which a plan has not got"
     )
 
 
@@ -277,17 +278,18 @@ def closed_form_bytes(config: RunConfig, model: PreTrainedModel) -> int | None:
     )
     copies = width * (linear + embedding) if mixed else 0
     per_token = width * feed_forward + (24 if mixed else 8 * width) * hidden
-    per_token += 2 * hidden * (c.dropout > 0) + 4 * c.num_attention_heads + 16
-    saved = c.num_hidden_layers * tokens * per_token
-    if c._attn_implementation == "eager":
-        per_score = 3 * width if width < 4 else 2 * width
-        saved += c.num_hidden_layers * per_score * batch * c.num_attention_heads * block**2
+    per_token += 2 * hidden * (c.dropout > 0) + 16
+    per_head = 4 * tokens
+    if c._attn_implementation == "eager":  # probabilities, not only the logarithms of their sums
+        per_head = (4 + width if width < 4 else 4) * batch * block**2
+    saved = c.num_hidden_layers * (tokens * per_token + c.num_attention_heads * per_head)
     last_norm = tokens * ((6 if mixed else 2 * width) * hidden + 8)
     logits = width * tokens * vocab
     at_loss = weights_and_states + copies + saved + last_norm + logits + 12 * tokens * vocab
     if config.train.grad_accumulation > 1:
         at_loss += gradients
-    after_backward = weights_and_states + gradients + 4 * embedding + logits
+    two_gradients = (4 if mixed else 2 * grad) * embedding  # of the tied embedding, beside the sum
+    after_backward = weights_and_states + gradients + two_gradients + logits
     at_step = (
         weights_and_states + gradients + _step_temporaries(config.optim, count, embedding) * param
     )

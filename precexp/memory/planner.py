@@ -8,6 +8,8 @@ from typing import Any
 
 from precexp.config import RunConfig, UserError, as_dict
 
+COMMAND = (sys.executable, "-m", "precexp.memory")
+
 
 class PlanError(RuntimeError):
     """The planning process failed: one line."""
@@ -27,7 +29,7 @@ class Planner(AbstractContextManager["Planner"]):
         """
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "precexp.memory"],
+                COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
