@@ -1,289 +1,184 @@
-"""The published memory table of OPT-1.3b, reproduced from one optimizer step on fake tensors.
+"""The GPU memory that the experiment which began this published, taken apart.
 
-The table is that of transformers' pull request 21312: bf16 mixed against pure bf16, cells as the
-Trainer prints them (MiB, rounded down). Its `peaked` cells are a fingerprint: how far the memory
-rose above what was left at the end depends on the dtypes and the temporaries of the optimizer that
-ran. docs/published-table.md says what follows from it.
+One optimizer step of each inventory runs on fake tensors, with loops that keep their temporaries
+alive as the originals' did. docs/published-table.md says what follows from it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from precexp import environment
 from precexp.cli import compose
-from precexp.memory.trace import ROUNDING, Timeline, Trace
+from precexp.memory.trace import Trace
 from precexp.model import build_model, num_parameters
 from precexp.record import write_json
 
-MODEL = "opt-1.3b"
 MIB = 2**20
-
-# Fake tensors have no values: those of the hyperparameters do not matter.
-_LR, _BETA1, _BETA2, _EPS = 1e-3, 0.9, 0.999, 1e-8
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedRow:
-    """GPU cells of the table, in MiB rounded down."""
-
-    init_alloc: int  # allocated by building the Trainer
-    train_alloc: int  # allocated at the end of training beyond its beginning
-    train_peaked: int  # the peak of training beyond its end
-
-    @property
-    def total(self) -> int:
-        """What the table gives as the memory of the recipe."""
-        return self.init_alloc + self.train_alloc + self.train_peaked
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inventory:
-    """Bytes per parameter."""
-
-    weights: int
-    gradients: int
-    states: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.states
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A training that may lie behind a row."""
-
-    inventory: Inventory
-    weight_dtype: torch.dtype  # of the gradients, too
-    optimizer: type[torch.optim.Optimizer]
-    published: PublishedRow | None  # None: a control
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reproduction:
-    """What the trace gives, in bytes."""
-
-    weights: int
-    gradients: int
-    step_alloc: int  # allocated by the first optimizer step, and kept
-    peaked: int  # its peak beyond its end
-    peaked_in_two_steps: int  # the peak of two steps beyond their end
-
-    @property
-    def total(self) -> int:
-        """Weights, gradients and states."""
-        return self.weights + self.gradients + self.step_alloc
-
-
-# The loops of the optimizers. What an iteration binds stays alive until the next one binds it anew,
-# and that is part of the peak: do not move a loop's body into a function. Weight decay works in
-# place, and step counts are on the host: neither is here.
-
-
-class FormerAdamW(torch.optim.Optimizer):
-    """The memory of the AdamW that transformers had: two states in the dtype of the weights."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(param)
-                    state["exp_avg_sq"] = torch.zeros_like(param)
-                momentum, variance = state["exp_avg"], state["exp_avg_sq"]
-                momentum.mul_(_BETA1).add_(param.grad, alpha=1 - _BETA1)
-                variance.mul_(_BETA2).addcmul_(param.grad, param.grad, value=1 - _BETA2)
-                denominator = variance.sqrt().add_(_EPS)
-                param.addcdiv_(momentum, denominator, value=-_LR)
-
-
-class KahanAdamW(torch.optim.Optimizer):
-    """The memory of torchdistx's AnyPrecisionAdamW with Kahan summation: three states in bf16."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    for name in ("exp_avg", "exp_avg_sq", "compensation"):
-                        state[name] = torch.zeros_like(param, dtype=torch.bfloat16)
-                momentum, variance = state["exp_avg"], state["exp_avg_sq"]
-                momentum.mul_(_BETA1).add_(param.grad, alpha=1 - _BETA1)
-                variance.mul_(_BETA2).addcmul_(param.grad, param.grad, value=1 - _BETA2)
-                denominator = (variance.sqrt() / (1 - _BETA2) ** 0.5).add_(_EPS)
-                compensation = state["compensation"]
-                compensation.addcdiv_(momentum, denominator, value=-_LR)
-                buffer = param.clone()
-                param.add_(compensation)
-                compensation.add_(buffer.sub_(param))
-
-
-CASES: Mapping[str, Case] = {
-    "bf16 mixed": Case(
-        inventory=Inventory(weights=4, gradients=4, states=8),
-        weight_dtype=torch.float32,
-        optimizer=FormerAdamW,
-        published=PublishedRow(init_alloc=5019, train_alloc=20076, train_peaked=123),
-    ),
-    "pure bf16": Case(
-        inventory=Inventory(weights=2, gradients=2, states=6),
-        weight_dtype=torch.bfloat16,
-        optimizer=KahanAdamW,
-        published=PublishedRow(init_alloc=5019, train_alloc=12548, train_peaked=124),
-    ),
-    "control: fp32 weights, bf16 states": Case(
-        inventory=Inventory(weights=4, gradients=4, states=6),
-        weight_dtype=torch.float32,
-        optimizer=KahanAdamW,
-        published=None,
-    ),
+# In MiB, rounded down as they were printed.
+PUBLISHED = {
+    "mixed": {"init": 5019, "train_alloc_delta": 20076, "train_peaked_delta": 123, "total": 25218},
+    "pure": {"init": 5019, "train_alloc_delta": 12548, "train_peaked_delta": 124, "total": 17691},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedTableResult:
-    """By case."""
+class Inventory:
+    """What a row of the table is taken to have trained with."""
 
-    num_parameters: int  # tied ones once
-    reproduced: Mapping[str, Reproduction]
+    name: str
+    row: str  # of the published table
+    param_dtype: torch.dtype
+    states: Mapping[str, torch.dtype]
+    step: Callable[[Sequence[nn.Parameter], Mapping[str, list[Tensor]]], None]
 
-    def as_record(self) -> dict[str, object]:
-        """What the JSON holds, in MiB where its names do not say otherwise."""
-        return {
-            "model": MODEL,
-            "num_parameters": self.num_parameters,
-            "cases": {name: self._case(name) for name in CASES},
-        }
-
-    def inventory_mib(self, name: str) -> float:
-        """Weights, gradients and states by the bytes per parameter."""
-        return self.num_parameters * CASES[name].inventory.total / MIB
-
-    def _case(self, name: str) -> dict[str, object]:
-        case, found = CASES[name], self.reproduced[name]
-        inventory = asdict(case.inventory)
-        record: dict[str, object] = {
-            "inventory_bytes_per_param": {**inventory, "total": case.inventory.total},
-            "inventory": {
-                **{part: self.num_parameters * size / MIB for part, size in inventory.items()},
-                "total": self.inventory_mib(name),
-            },
-            "reproduced": {
-                **{part: num_bytes / MIB for part, num_bytes in asdict(found).items()},
-                "total": found.total / MIB,
-            },
-            "published": None,
-        }
-        if (row := case.published) is not None:
-            record["published"] = {**asdict(row), "total": row.total}
-            record["differences"] = {  # 0 to 1 is agreement with a cell rounded down
-                "train_alloc": found.total / MIB - row.train_alloc,
-                "train_peaked": found.peaked / MIB - row.train_peaked,
-            }
-            record["unexplained"] = {
-                "by_cells": row.init_alloc + row.train_alloc - self.inventory_mib(name),
-                "4_bytes_per_param": 4 * self.num_parameters / MIB,
-            }
-        return record
+    @property
+    def bytes_per_param(self) -> int:
+        """Of weights, gradients and states."""
+        return 2 * self.param_dtype.itemsize + sum(d.itemsize for d in self.states.values())
 
 
-def bench(*, output: Path | None) -> PublishedTableResult:
-    """Reproduces every case, prints and, given `output`, writes JSON."""
-    result = measure()
-    Console().print(_table(result))
+@dataclass(frozen=True, kw_only=True)
+class Reproduced:
+    """An inventory beside its row; in MiB."""
+
+    inventory: str
+    row: str
+    bytes_per_param: int
+    inventory_mib: float  # weights, gradients and states
+    peaked_mib: float  # how far one optimizer step rises above what it leaves
+    published_peaked_mib: int
+    published_alloc_mib: int
+    unexplained_mib: float  # of the row's init and alloc delta, beyond the inventory
+
+
+def bench(*, output: Path | None) -> list[Reproduced]:
+    """Reproduces the table's `peaked` column, prints and, given `output`, writes JSON."""
+    found = [_reproduced(inventory) for inventory in INVENTORIES]
+    Console().print(_table(found))
     if output is not None:
         described = environment.describe(torch.device("cpu"), attention="sdpa")
-        write_json(output, {**result.as_record(), "environment": described})
-    return result
+        rows = [asdict(each) for each in found]
+        write_json(output, {"published": PUBLISHED, "rows": rows, "environment": described})
+    return found
 
 
-def measure() -> PublishedTableResult:
-    """Traces one and two optimizer steps of every case."""
+def _reproduced(inventory: Inventory) -> Reproduced:
+    row = PUBLISHED[inventory.row]
     with FakeTensorMode():
-        count = num_parameters(_build(torch.float32))
-        reproduced = {name: _reproduce(case) for name, case in CASES.items()}
-    return PublishedTableResult(num_parameters=count, reproduced=reproduced)
-
-
-def _reproduce(case: Case) -> Reproduction:
-    once, twice = (_trace_steps(case, num_steps=count) for count in (1, 2))
-    weights, gradients = (once.steady_categories[part] for part in ("weights", "gradients"))
-    return Reproduction(
-        weights=weights,
-        gradients=gradients,
-        step_alloc=once.steady_bytes - weights - gradients,
-        peaked=once.peak_bytes - once.steady_bytes,
-        peaked_in_two_steps=twice.peak_bytes - twice.steady_bytes,
+        model = build_model(compose(["model=opt-1.3b"]).config.model, seed=0)
+        for param in model.parameters():
+            param.data = param.data.to(inventory.param_dtype)
+            param.grad = torch.zeros_like(param)
+        peaked = _peaked_bytes(model, inventory)
+        total = inventory.bytes_per_param * num_parameters(model) / MIB
+    return Reproduced(
+        inventory=inventory.name,
+        row=inventory.row,
+        bytes_per_param=inventory.bytes_per_param,
+        inventory_mib=total,
+        peaked_mib=peaked / MIB,
+        published_peaked_mib=row["train_peaked_delta"],
+        published_alloc_mib=row["train_alloc_delta"],
+        unexplained_mib=row["init"] + row["train_alloc_delta"] - total,
     )
 
 
-def _trace_steps(case: Case, *, num_steps: int) -> Timeline:
-    """From weights and zero gradients to as many steps; the gradients stay."""
-    model = _build(case.weight_dtype)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer = case.optimizer(_groups(model), {})
-    trace = Trace(rounding=ROUNDING["cuda"], host_scalars=True)
-    trace.watch_roots(model, optimizer, [])
-    with trace:
-        for _ in range(num_steps):
-            trace.phase("step")
-            optimizer.step()
-            trace.tag_states(model, optimizer)
-            trace.phase("")
-    return trace.replay()
+def _peaked_bytes(model: nn.Module, inventory: Inventory) -> int:
+    """Peak of the first optimizer step, less what is allocated after it."""
+    decaying = [param for param in model.parameters() if param.ndim >= 2]
+    others = [param for param in model.parameters() if param.ndim < 2]
+    states: dict[str, list[Tensor]] = {name: [] for name in inventory.states}
+    trace = Trace(rounding=512, host_scalars=True)
+    trace.watch_roots(model, torch.optim.SGD(model.parameters()), [])
+    with trace, torch.no_grad():
+        trace.phase("step")
+        inventory.step([*decaying, *others], states)
+        trace.phase("")
+    timeline = trace.replay()
+    return timeline.phases["step"] - timeline.steady_bytes
 
 
-def _build(dtype: torch.dtype) -> nn.Module:
-    model = build_model(compose([f"model={MODEL}"]).config.model, seed=0)
-    for param in model.parameters():
-        param.data = param.data.to(dtype)
-    return model
+# The steps. Only what they allocate matters here, and when it goes: a local variable lives until
+# the next parameter's takes its name.
 
 
-def _groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """In the order of the Trainer: what decays, then biases and norm gains."""
-    params = list(model.parameters())
-    return [
-        {"params": [param for param in params if param.ndim >= 2]},
-        {"params": [param for param in params if param.ndim < 2]},
-    ]
+def _step_of_hf_adamw(params: Sequence[nn.Parameter], states: Mapping[str, list[Tensor]]) -> None:
+    for param in params:
+        momentum = torch.zeros_like(param)
+        variance = torch.zeros_like(param)
+        states["momentum"].append(momentum)
+        states["variance"].append(variance)
+        denominator = variance.sqrt().add_(1e-6)
+        param.addcdiv_(momentum, denominator, value=-1e-4)
 
 
-def _table(result: PublishedTableResult) -> Table:
-    table = Table(title=f"{MODEL}, {result.num_parameters:,} parameters: MiB = 2^20 B")
-    table.add_column("")
-    for name in CASES:
-        table.add_column(name, justify="right", overflow="fold")
-    rows = list(CASES.values())
-    found = [result.reproduced[name] for name in CASES]
+def _step_of_any_precision(
+    params: Sequence[nn.Parameter], states: Mapping[str, list[Tensor]]
+) -> None:
+    for param in params:
+        momentum, variance, compensation = (
+            torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(3)
+        )
+        for name, state in zip(states, (momentum, variance, compensation), strict=True):
+            states[name].append(state)
+        denominator = (variance.sqrt() / 0.1).add_(1e-8)
+        compensation.addcdiv_(momentum, denominator, value=-1e-4)
+        buffer = param.clone()
+        param.add_(compensation)
+        compensation.add_(buffer.sub_(param))
 
-    def row(words: str, *cells: str, last: bool = False) -> None:
-        table.add_row(words, *cells, end_section=last)
 
-    def published(cell: str) -> list[str]:
-        return [f"{getattr(each.published, cell):,}" if each.published else "" for each in rows]
+_FP32_STATES: Mapping[str, torch.dtype] = {"momentum": torch.float32, "variance": torch.float32}
+_BF16_STATES: Mapping[str, torch.dtype] = {
+    "momentum": torch.bfloat16,
+    "variance": torch.bfloat16,
+    "compensation": torch.bfloat16,
+}
+INVENTORIES = (
+    Inventory(
+        name="fp32 weights, HF's AdamW",
+        row="mixed",
+        param_dtype=torch.float32,
+        states=_FP32_STATES,
+        step=_step_of_hf_adamw,
+    ),
+    Inventory(
+        name="bf16 weights, AnyPrecisionAdamW",
+        row="pure",
+        param_dtype=torch.bfloat16,
+        states=_BF16_STATES,
+        step=_step_of_any_precision,
+    ),
+    Inventory(
+        name="fp32 weights, AnyPrecisionAdamW",
+        row="pure",
+        param_dtype=torch.float32,
+        states=_BF16_STATES,
+        step=_step_of_any_precision,
+    ),
+)
 
-    row("weights, bytes/param", *(str(each.inventory.weights) for each in rows))
-    row("gradients", *(str(each.inventory.gradients) for each in rows))
-    row("states", *(str(each.inventory.states) for each in rows))
-    row("inventory", *(f"{result.inventory_mib(name):,.1f}" for name in CASES), last=True)
-    row("in the trace", *(f"{each.total / MIB:,.2f}" for each in found))
-    row("  of it by the step", *(f"{each.step_alloc / MIB:,.2f}" for each in found))
-    row("train alloc, published", *published("train_alloc"), last=True)
-    row("peaked, one step", *(f"{each.peaked / MIB:,.2f}" for each in found))
-    row("peaked, two steps", *(f"{each.peaked_in_two_steps / MIB:,.2f}" for each in found))
-    row("train peaked, published", *published("train_peaked"), last=True)
-    row("init alloc, published", *published("init_alloc"))
-    block = f"{4 * result.num_parameters / MIB:,.1f}"
-    row("beyond the inventory", *(block if each.published else "" for each in rows))
+
+def _table(found: Sequence[Reproduced]) -> Table:
+    table = Table(title="one optimizer step of OPT-1.3b, MiB = 2^20 bytes")
+    columns = ("inventory", "row", "bytes/param", "inventory", "peaked", "published", "unexplained")
+    for column in columns:
+        table.add_column(column, justify="left" if column in columns[:2] else "right")
+    for each in found:
+        table.add_row(
+            each.inventory,
+            each.row,
+            str(each.bytes_per_param),
+            f"{each.inventory_mib:,.1f}",
+            f"{each.peaked_mib:.2f}",
+            str(each.published_peaked_mib),
+            f"{each.unexplained_mib:,.1f}",
+        )
     return table
