@@ -18,11 +18,15 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# What only a GPU can show, in the environment of PYTHON (torch >= 2.11, transformers >= 5.17).
+# What only a GPU can show, in the environment of PYTHON (torch >= 2.11, transformers >= 5.17); its
+# results are small and to be committed.
+gpu-check: GPU_NAME = $(shell nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr 'A-Z ' 'a-z-')
+gpu-check: GPU_RESULTS = outputs/reference/$(or $(GPU_NAME),$(error nvidia-smi names no GPU))
 gpu-check:
+	mkdir -p $(GPU_RESULTS)
 	$(PYTHON) -m pytest -m gpu
-	$(PYTHON) -m precexp.bench optimizer --device cuda --shapes opt-1.3b --output outputs/bench_optimizer_gpu.csv
-	$(PYTHON) -m precexp.bench memory --device cuda --output outputs/bench_memory_gpu.json
+	$(PYTHON) -m precexp.bench optimizer --device cuda --shapes opt-1.3b --output $(GPU_RESULTS)/optimizer.csv
+	$(PYTHON) -m precexp.bench memory --device cuda --output $(GPU_RESULTS)/memory.json
 
 clean:
 	rm -rf $(VENV)
