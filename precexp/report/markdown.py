@@ -65,8 +65,19 @@ RUN_HEAD = (
 
 def render_markdown(report: Report, output: Path) -> str:
     """The text of report.md; links to runs are relative to `output`, where it will lie."""
+    parts = (f"## {title}\n\n{body}\n" for title, body in sections(report, output).items())
+    return "\n".join((f"# {title_of(report)}\n", *parts))
+
+
+def title_of(report: Report) -> str:
+    """What the report is about, in a line."""
     names = ", ".join(directory.resolve().name for directory in report.directories)
-    sections = {
+    return f"{names}: precision report"
+
+
+def sections(report: Report, output: Path) -> dict[str, str]:
+    """The sections of the report that have something to say: {title: Markdown}."""
+    found = {
         "Verdict": _verdict(report),
         "Matched check": _matched(report),
         "Loss curves": _curves(),
@@ -76,12 +87,8 @@ def render_markdown(report: Report, output: Path) -> str:
         "Runs & failures": _runs(report, output),
         "Environment": environment_section(report),
     }
-    text = f"# {names}: precision report\n"
-    for title, lines in sections.items():
-        body = "\n".join(lines).strip()
-        if body:
-            text += f"\n## {title}\n\n{body}\n"
-    return text
+    bodies = {title: "\n".join(lines).strip() for title, lines in found.items()}
+    return {title: body for title, body in bodies.items() if body}
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -258,11 +265,9 @@ def _runs(report: Report, output: Path) -> Iterator[str]:
     notices = Counter(text for run in report.runs if run.record for text in run.record.notices)
     if notices:
         yield ""
-        yield f"<details><summary>{plural(len(notices), 'notice')} of the runs</summary>"
+        yield "### Notices"
         yield ""
         yield from (f"- {escape(text)} ({plural(count, 'run')})" for text, count in notices.items())
-        yield ""
-        yield "</details>"
 
 
 def _run_cells(run: ReportedRun, output: Path) -> Sequence[str]:

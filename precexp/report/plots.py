@@ -22,25 +22,11 @@ from precexp.report.curves import (
     train_band,
 )
 from precexp.report.memory import CATEGORIES
+from precexp.report.palette import CATEGORY_COLOURS, COLOURS
 from precexp.report.read import Curve, ReportedRun
 from precexp.report.tables import MIB, percent
 
-# Okabe and Ito's colour-blind-safe palette, without the yellow that paper swallows.
-COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 MARKERS = "osD^vPX"
-# Held from step to step in dark tones, what a step makes in light ones.
-CATEGORY_COLOURS = {
-    "weights": "#0072B2",
-    "gradients": "#D55E00",
-    "optimizer_state": "#009E73",
-    "activations": "#56B4E9",
-    "autocast_copies": "#CC79A7",
-    "loss": "#E69F00",
-    "inputs": "#999999",
-    "temporaries": "#BBBBBB",
-    "buffers": "#666666",
-    "unattributed": "#DDDDDD",
-}
 # Nothing here depends on the user's fonts, clock or matplotlibrc: the bytes are always the same.
 STYLE = {
     "svg.hashsalt": "precexp",

@@ -22,11 +22,16 @@ ReportedStatus = Status | Literal["missing", "unreadable"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """A run's rows as columns, one entry per step; nan where a loss was not measured or is nan."""
+    """A run's rows as columns, one entry per step; nan where nothing was measured or it is nan."""
 
     step: NDArray[np.int64]
-    loss: NDArray[np.float64]
+    tokens: NDArray[np.int64]  # served up to and in this step
+    seconds: NDArray[np.float64]  # of training up to and in this step
+    loss: NDArray[np.float64]  # nats per token, as is eval_loss
     eval_loss: NDArray[np.float64]
+    grad_norm: NDArray[np.float64]
+    loss_scale: NDArray[np.float64]
+    skipped: NDArray[np.bool_]
 
     @property
     def last_step(self) -> int:
@@ -192,8 +197,13 @@ def _unreadable(
 def _curve(rows: Sequence[Row]) -> Curve:
     return Curve(
         step=np.array([row.step for row in rows], dtype=np.int64),
+        tokens=np.array([row.tokens for row in rows], dtype=np.int64),
+        seconds=np.cumsum(_column([row.step_seconds for row in rows])),
         loss=_column([row.loss for row in rows]),
         eval_loss=_column([row.eval_loss for row in rows]),
+        grad_norm=_column([row.grad_norm for row in rows]),
+        loss_scale=_column([row.loss_scale for row in rows]),
+        skipped=np.array([bool(row.skipped) for row in rows], dtype=np.bool_),
     )
 
 

@@ -57,5 +57,5 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterat
 
 
 def escape(text: str) -> str:
-    """The text on one line, without what would break a table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """The text on one line, without what would break a table or be read as HTML."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
