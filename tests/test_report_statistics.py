@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from precexp.report.power import power, seeds_to_decide
 from precexp.report.statistics import (
     ArmLosses,
     Verdict,
@@ -16,7 +17,8 @@ from precexp.report.statistics import (
     p_above,
     p_below,
     paired_interval,
-    seeds_to_decide,
+    permutation_p,
+    unequal_p,
 )
 
 RTOL = 1e-9  # two libraries' t distributions; worst seen 3e-13
@@ -138,17 +140,98 @@ def test_an_arm_that_diverged_on_all_of_two_seeds_is_worse_and_on_one_undecided(
     assert verdict_of(arm_of(diverged=(8, 9))) == "undecided"  # the reference did not run these
 
 
-def test_seeds_to_decide_is_the_first_number_whose_interval_clears_the_margin() -> None:
+def test_two_diverged_seeds_are_worse_beside_completed_ones() -> None:
+    assert verdict_of(arm_of(0.001, 0.002, diverged=(3, 4))) == "worse"
+
+
+def test_a_seed_that_the_reference_diverged_on_too_is_not_counted_against_the_arm() -> None:
+    reference = ArmLosses(losses=REFERENCE.losses, diverged=frozenset({6, 7}))
+    arm = arm_of(0.001, 0.002, 0.003, diverged=(6, 7))
+    assert compare_arms(reference, {"arm": arm}, margin=MARGIN)["arm"].verdict == "equivalent"
+
+
+@pytest.mark.parametrize("margin", [0.0, 1e-6])
+def test_without_a_margin_the_p_value_is_that_of_the_two_sided_test(margin: float) -> None:
+    expected = stats.ttest_1samp(DIFFERENCES, 0).pvalue
+    assert unequal_p(DIFFERENCES, margin) == pytest.approx(expected, rel=1e-5 if margin else RTOL)
+
+
+def test_a_wide_margin_leaves_the_one_sided_p_value() -> None:
+    differences = [1.011, 1.004, 0.998, 1.008, 1.006]
+    expected = stats.ttest_1samp(differences, 1.0, alternative="greater").pvalue
+    assert unequal_p(differences, 1.0) == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_interval_outside_a_margin_below_the_noise_is_not_yet_worse() -> None:
+    # t = 2.5 on 3 degrees of freedom: 0.044 of one tail, 0.088 of both
+    sample = [0.002, 0.010, 0.018, 0.006]
+    low, _ = paired_interval(sample)
+    assert low > 1e-4
+    comparison = compare_arms(REFERENCE, {"arm": arm_of(*sample)}, margin=1e-4)["arm"]
+    assert comparison.verdict == "undecided"
+    assert "either side" in comparison.reason
+
+
+def test_permutation_p_is_scipys_exact_one() -> None:
+    for sample in (DIFFERENCES, [0.1, 0.2], [0.1, -0.1, 0.1], [0.0, 0.0]):
+        found = stats.permutation_test(
+            (sample,), lambda x, axis: np.abs(np.mean(x, axis=axis)),
+            permutation_type="samples", vectorized=True, alternative="greater", n_resamples=np.inf,
+        )  # fmt: skip
+        assert permutation_p(sample) == pytest.approx(found.pvalue)
+
+
+def test_permutation_p_by_hand() -> None:
+    # of the 8 sums ±1 ±2 ±4, only 7 and -7 are as far from 0 as 7; at least 5: also 5 and -5
+    assert permutation_p([1.0, 2.0, 4.0]) == 2 / 8
+    assert permutation_p([-1.0, 2.0, 4.0]) == 4 / 8
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "num_seeds"),
+    [(0.0, 0.01, 4), (0.005, 0.01, 8), (0.03, 0.01, 3), (0.03, 0.01, 6), (0.02, 0.2, 10)],
+)
+def test_power_is_the_share_of_simulated_sweeps_with_the_right_verdict(
+    mean: float, spread: float, num_seeds: int
+) -> None:
+    samples = np.random.default_rng(0).normal(mean, spread, size=(20_000, num_seeds))
+    means, errors = samples.mean(1), samples.std(1, ddof=1) / math.sqrt(num_seeds)
+    near = stats.t.sf((np.abs(means) - MARGIN) / errors, num_seeds - 1)
+    far = stats.t.sf((np.abs(means) + MARGIN) / errors, num_seeds - 1)
+    inside = stats.t.sf((MARGIN - np.abs(means)) / errors, num_seeds - 1) < 0.05
+    right = inside if mean < MARGIN else (near + far < 0.05) & (means > 0)
+    found = power(num_seeds, mean=mean, spread=spread, margin=MARGIN, level=0.05)
+    assert found == pytest.approx(right.mean(), abs=0.01)  # Monte Carlo: sd at most 0.0035
+
+
+def test_power_of_a_clear_gap_is_that_of_the_noncentral_t() -> None:
+    size = (0.03 - MARGIN) / 0.01 * math.sqrt(6)
+    expected = stats.nct.sf(stats.t.ppf(0.95, 5), 5, size)
+    found = power(6, mean=0.03, spread=0.01, margin=MARGIN, level=0.05)
+    assert found == pytest.approx(expected, abs=2e-3)  # 400 spreads stand for all
+
+
+def test_seeds_to_decide_is_the_first_number_with_80_percent_power() -> None:
     sample = [0.005, 0.025, 0.0]
-    spread, mean = np.std(sample, ddof=1), np.mean(sample)
-    found = seeds_to_decide(sample, MARGIN)
+    found = seeds_to_decide(sample, margin=MARGIN, level=0.05)
     assert found is not None
 
-    def half(n: int) -> float:
-        return float(stats.t.ppf(0.95, n - 1) * spread / math.sqrt(n))
+    def power_of(num_seeds: int) -> float:
+        spread = float(np.std(sample, ddof=1))
+        return power(num_seeds, mean=0.01, spread=spread, margin=MARGIN, level=0.05)
 
-    assert half(found) < MARGIN - mean <= half(found - 1)
-    assert seeds_to_decide([MARGIN - 0.01, MARGIN + 0.01], MARGIN) is None  # right on the margin
+    assert power_of(found - 1) < 0.8 <= power_of(found)
+    stricter = seeds_to_decide(sample, margin=MARGIN, level=0.05 / 3)
+    assert stricter is not None
+    assert stricter > found
+
+
+def test_no_number_of_seeds_decides_a_gap_right_on_the_margin() -> None:
+    sample = [MARGIN - 0.01, MARGIN + 0.01]
+    assert seeds_to_decide(sample, margin=MARGIN, level=0.05) is None
+    comparison = compare_arms(REFERENCE, {"arm": arm_of(*sample)}, margin=MARGIN)["arm"]
+    assert comparison.seeds_needed is None
+    assert "over 1000 seeds" in comparison.reason
 
 
 def test_spread_of_one_value_is_unknown() -> None:

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 
-BENCHMARKS = ("runner", "numerics", "optimizer", "memory", "published-table")
+BENCHMARKS = ("runner", "numerics", "optimizer", "memory", "published-table", "verdicts")
 
 
 def main(arguments: Sequence[str]) -> int:
     set_process_defaults()
-    from precexp.bench import memory, numerics, optimizer, published_table, runner
+    from precexp.bench import memory, numerics, optimizer, published_table, runner, verdicts
     from precexp.cli import compose
 
     parser = argparse.ArgumentParser(prog="python -m precexp.bench", description=__doc__)
@@ -26,12 +26,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="of the config, as key=value")
     parser.add_argument("--rounds", type=int, help="runner and optimizer: of all candidates")
     parser.add_argument("--steps", type=int, default=runner.STEPS, help="runner: in each round")
+    parser.add_argument("--sweeps", type=int, default=5000, help="verdicts: of each kind")
     parser.add_argument("--shapes", default="opt-125m", help="optimizer: of which model")
     parser.add_argument("--threads", type=int, default=1, help="optimizer")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="optimizer, memory"
     )
-    parser.add_argument("--output", type=Path, help="JSON, for optimizer CSV")
+    parser.add_argument("--output", type=Path, help="JSON, for optimizer and verdicts CSV")
     args = parser.parse_intermixed_args(arguments)
     try:
         if args.benchmark == "numerics":
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str]) -> int:
             memory.bench(device=_device(args.device), output=args.output)
         elif args.benchmark == "published-table":
             published_table.bench(output=args.output)
+        elif args.benchmark == "verdicts":
+            verdicts.bench(num_sweeps=args.sweeps, output=args.output)
         elif args.benchmark == "optimizer":
             planned = compose([f"model={args.shapes}", *args.overrides])
             rounds = args.rounds or optimizer.ROUNDS
