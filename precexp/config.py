@@ -250,10 +250,21 @@ class PlanConfig:
             parse_bytes("plan.gpu_memory", self.gpu_memory)
 
 
+# What a report compares; less is better.
+Metric = Literal[
+    "final_eval_loss",
+    "last_tenth_eval_loss",  # mean over the last 10 % of the evaluations
+    "final_train_loss",
+    "eval_bits_per_byte",
+    "eval_perplexity",
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     margin: float
     reference: str | None
+    metric: Metric
 
     def __post_init__(self) -> None:
         _require(self.margin > 0, "report.margin", self.margin, "positive")
@@ -385,7 +396,7 @@ def match_key(config: RunConfig) -> str:
 
 def matched_values(config: Mapping[str, object]) -> dict[str, object]:
     """The values under the match key of a resolved config, as {full key: value}."""
-    return dict(_flatten(_without(config, NOT_HASHED + NOT_MATCHED)))
+    return dict(flatten(_without(config, NOT_HASHED + NOT_MATCHED)))
 
 
 def arm_of(composed: DictConfig, *, precision: str, optim: str, base: DictConfig) -> Arm:
@@ -523,9 +534,9 @@ def _without(values: Mapping[str, object], keys: tuple[str, ...]) -> dict[str, o
     return left
 
 
-def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

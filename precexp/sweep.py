@@ -110,7 +110,12 @@ def finish(directory: Path, config: ReportConfig) -> int:
     """Writes and prints the sweep's report from its records; 0 if every planned run completed."""
     from precexp.report import all_completed, build_report, print_report, write_report
 
-    report = build_report([directory], reference=config.reference, margin=config.margin)
+    report = build_report(
+        [directory],
+        reference=config.reference,
+        margin=config.margin,
+        metric=config.metric,
+    )
     write_report(report, directory / "report")
     print_report(report, Console())
     return 0 if all_completed(report) else 1

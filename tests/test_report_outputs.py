@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from precexp.report import print_report, write_report
-from precexp.report.__main__ import main, parse_arguments, recorded_settings
+from precexp.report.__main__ import Settings, main, parse_arguments, recorded_settings
 from precexp.report.curves import Band, band_over, difference_band, thin
 from precexp.report.plots import draw_loss_curves
 from tests.test_report import FakeRun, arms_of, pair_of_arms, report_on, write_sweep
@@ -388,9 +388,13 @@ def test_both_spellings_of_output() -> None:
 def test_settings_are_the_runs_own_and_else_the_default_configs(tmp_path: Path) -> None:
     settings: dict[str, object] = {"report.margin": 0.03, "report.reference": "fp32-adamw"}
     own = write_sweep(tmp_path / "own", FakeRun(overrides=settings))[0]
-    assert recorded_settings([tmp_path / "own"]) == ("fp32-adamw", 0.03)
+    assert recorded_settings([tmp_path / "own"]) == Settings(
+        reference="fp32-adamw", margin=0.03, metric="final_eval_loss"
+    )
     (own / "run.json").write_text("{")
-    assert recorded_settings([tmp_path / "own"]) == (None, 0.005)  # as in conf/config.yaml
+    assert recorded_settings([tmp_path / "own"]) == Settings(  # as in conf/config.yaml
+        reference=None, margin=0.005, metric="final_eval_loss"
+    )
 
 
 def test_reporting_imports_neither_torch_nor_wandb(tmp_path: Path) -> None:

@@ -152,13 +152,13 @@ def test_a_seed_that_the_reference_diverged_on_too_is_not_counted_against_the_ar
 
 @pytest.mark.parametrize("margin", [0.0, 1e-6])
 def test_without_a_margin_the_p_value_is_that_of_the_two_sided_test(margin: float) -> None:
-    expected = stats.ttest_1samp(DIFFERENCES, 0).pvalue
+    _, expected = stats.ttest_1samp(DIFFERENCES, 0)
     assert unequal_p(DIFFERENCES, margin) == pytest.approx(expected, rel=1e-5 if margin else RTOL)
 
 
 def test_a_wide_margin_leaves_the_one_sided_p_value() -> None:
     differences = [1.011, 1.004, 0.998, 1.008, 1.006]
-    expected = stats.ttest_1samp(differences, 1.0, alternative="greater").pvalue
+    _, expected = stats.ttest_1samp(differences, 1.0, alternative="greater")
     assert unequal_p(differences, 1.0) == pytest.approx(expected, rel=1e-6)
 
 
@@ -176,7 +176,7 @@ def test_permutation_p_is_scipys_exact_one() -> None:
     for sample in (DIFFERENCES, [0.1, 0.2], [0.1, -0.1, 0.1], [0.0, 0.0]):
         found = stats.permutation_test(
             (sample,), lambda x, axis: np.abs(np.mean(x, axis=axis)),
-            permutation_type="samples", vectorized=True, alternative="greater", n_resamples=np.inf,
+            permutation_type="samples", vectorized=True, alternative="greater", n_resamples=2**5,  # exact: no more signs than that
         )  # fmt: skip
         assert permutation_p(sample) == pytest.approx(found.pvalue)
 

@@ -1,22 +1,40 @@
-"""python -m precexp.report DIR... [report.reference=LABEL] [report.margin=0.01] [--output DIR]
+"""python -m precexp.report DIR... [report.reference=LABEL] [report.margin=0.01]
+       [report.metric=METRIC] [KEY=VALUE[,VALUE...]] [--force] [--output DIR]
 
-Rebuilds the report on recorded runs and sweeps from their records alone.
+Rebuilds the report on recorded runs and sweeps, of one machine or several, from the records alone.
+
+KEY=VALUE keeps the runs whose config has one of the values (train.lr=1e-3,3e-4), or that are of an
+arm, precision or optim (precision=bf16_pure). --force compares runs that do not match, too, under a
+banner that says so. METRIC is final_eval_loss, last_tenth_eval_loss, final_train_loss,
+eval_bits_per_byte or eval_perplexity.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from precexp.config import UserError, conf_dir
+from precexp.config import Metric, UserError, conf_dir
 from precexp.record import read_record
 from precexp.report import build_report, print_report, write_report
+from precexp.report.build import METRICS
 from precexp.report.read import block, number
 
-ALLOWED = "DIR, report.reference=LABEL, report.margin=NUMBER, --output DIR"
+SETTINGS = ("report.reference", "report.margin", "report.metric")
+ALLOWED = "DIR, report.reference=LABEL, report.margin=NUMBER, report.metric=METRIC, KEY=VALUE, "
+ALLOWED += "--force, --output DIR"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a report compares, and how; as in the config."""
+
+    reference: str | None
+    margin: float
+    metric: Metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +44,9 @@ class Arguments:
     directories: Sequence[Path]
     reference: str | None
     margin: float | None
+    metric: Metric | None
+    filters: Mapping[str, str]
+    force: bool
     output: Path | None
 
 
@@ -36,11 +57,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         arguments = parse_arguments(argv)
-        reference, margin = recorded_settings(arguments.directories)
+        recorded = recorded_settings(arguments.directories)
         report = build_report(
             arguments.directories,
-            reference=arguments.reference or reference,
-            margin=margin if arguments.margin is None else arguments.margin,
+            reference=arguments.reference or recorded.reference,
+            margin=recorded.margin if arguments.margin is None else arguments.margin,
+            metric=arguments.metric or recorded.metric,
+            filters=arguments.filters,
+            force=arguments.force,
         )
         write_report(report, arguments.output)
     except (UserError, OSError) as error:
@@ -54,18 +78,24 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Raises UserError naming the first argument that is not allowed."""
     directories: list[Path] = []
     values: dict[str, str] = {}
+    filters: dict[str, str] = {}
+    force = False
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
         key, equals, value = argument.partition("=")
-        if key in ("--output", "report.reference", "report.margin"):
+        if key == "--output" or key in SETTINGS:
             if not equals and key == "--output" and rest:
                 value = rest.pop(0)
             if not value:
                 raise UserError(f"{key}: no value; allowed: {ALLOWED}")
             values[key] = value
-        elif argument.startswith("-") or (equals and not Path(argument).exists()):
+        elif argument == "--force":
+            force = True
+        elif argument.startswith(("-", "report.")):
             raise UserError(f"{argument}: unknown argument; allowed: {ALLOWED}")
+        elif equals and not Path(argument).exists():
+            filters[key] = value
         else:
             directories.append(Path(argument))
     if not directories:
@@ -74,12 +104,16 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         directories=directories,
         reference=values.get("report.reference"),
         margin=_margin(values["report.margin"]) if "report.margin" in values else None,
+        metric=_metric(values["report.metric"]) if "report.metric" in values else None,
+        filters=filters,
+        force=force,
         output=Path(values["--output"]) if "--output" in values else None,
     )
 
 
-def recorded_settings(directories: Sequence[Path]) -> tuple[str | None, float]:
-    """report.reference and report.margin of the first readable run, else those of config.yaml."""
+def recorded_settings(directories: Sequence[Path]) -> Settings:
+    """The `report` block of the first readable run, with what it lacks from config.yaml."""
+    defaults = OmegaConf.load(conf_dir() / "config.yaml").report
     for directory in directories:
         for path in sorted(directory.rglob("run.json")):
             try:
@@ -88,9 +122,21 @@ def recorded_settings(directories: Sequence[Path]) -> tuple[str | None, float]:
                 continue  # build_report says what is wrong with it
             margin, reference = number(settings, "margin"), settings.get("reference")
             if margin is not None:
-                return reference if isinstance(reference, str) else None, margin
-    defaults = OmegaConf.load(conf_dir() / "config.yaml").report
-    return defaults.reference, defaults.margin
+                return Settings(
+                    reference=reference if isinstance(reference, str) else None,
+                    margin=margin,
+                    metric=_metric(str(settings.get("metric", defaults.metric))),
+                )
+    return Settings(
+        reference=defaults.reference, margin=defaults.margin, metric=_metric(defaults.metric)
+    )
+
+
+def _metric(text: str) -> Metric:
+    for metric in METRICS:
+        if text == metric:
+            return metric
+    raise UserError(f"report.metric: {text!r} is not allowed; allowed: {', '.join(METRICS)}")
 
 
 def _margin(text: str) -> float:

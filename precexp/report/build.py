@@ -7,35 +7,56 @@ from pathlib import Path
 
 import numpy as np
 
-from precexp.config import UserError
+from precexp.config import Metric, UserError
 from precexp.report.match import (
     Evidence,
     check_evidence,
     differing_values,
     group_titles,
     match_groups,
+    merge_groups,
 )
+from precexp.report.reach import Reach, last_tenth, reach_of
 from precexp.report.read import ReportedRun, block, number, read_runs
-from precexp.report.statistics import ArmLosses, Comparison, compare_arms, mean_and_std
+from precexp.report.select import select_runs
+from precexp.report.statistics import (
+    ArmLosses,
+    Comparison,
+    Interval,
+    compare_arms,
+    interval_of,
+    mean_and_std,
+    paired_differences,
+)
+
+METRICS: Mapping[Metric, tuple[str, str]] = {  # words, unit
+    "final_eval_loss": ("final eval loss", "nats per token"),
+    "last_tenth_eval_loss": ("eval loss over the last 10 %", "nats per token"),
+    "final_train_loss": ("final train loss", "nats per token"),
+    "eval_bits_per_byte": ("bits per byte", "bits per byte"),
+    "eval_perplexity": ("perplexity", "of perplexity"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmResult:
     """The runs of one arm in one group, and what they come to; losses in nats per token.
 
-    `comparison` is None for the reference and where there is nothing to compare with.
+    `comparison` and `late` are None for the reference and where there is nothing to compare with.
     """
 
     label: str
     precision: str | None  # None: nothing of the arm was recorded
     optim: str | None
     runs: Sequence[ReportedRun]
-    compared: Mapping[int, ReportedRun]  # by seed: completed, matched, with a finite eval loss
+    compared: Mapping[int, ReportedRun]  # by seed: completed, matched, with a finite metric
     diverged: Mapping[int, ReportedRun]
-    loss_mean: float | None
+    loss_mean: float | None  # of the report's metric, as is loss_std
     loss_std: float | None
     bits_per_byte: float | None
     comparison: Comparison | None
+    late: Interval | None  # the paired difference of the loss over the last 10 % of evaluations
+    reach: Reach | None  # of the reference's final eval loss
 
     @property
     def num_seeds(self) -> int:
@@ -49,20 +70,30 @@ class Group:
     match_key: str
     title: str  # the keys that tell it from the other groups; empty for an only group
     reference: str | None  # an arm's label; None if the one asked for is not in this group
-    margin: float | None  # nats per token; None while the reference has no completed run
+    margin: float | None  # in the metric's unit; None while the reference has no completed run
     arms: Sequence[ArmResult]  # the reference first
     evidence: Evidence
+
+    @property
+    def noise(self) -> float | None:
+        """The reference's standard deviation from seed to seed, the yardstick of every gap."""
+        return self.arms[0].loss_std if self.reference is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that the tables, the figure and the terminal say."""
+    """All that the tables, the figures and the terminal say."""
 
     directories: Sequence[Path]
     runs: Sequence[ReportedRun]
     groups: Sequence[Group]
-    differing: Mapping[str, Sequence[str]]  # full key: its value in each group
+    differing: Mapping[str, Sequence[str]]  # full key: its value in each group of matched runs
     margin: float  # a fraction of the reference's mean
+    metric: Metric
+    forced: bool  # the one group is of runs that do not match
+    filters: Mapping[str, str]
+    num_filtered: int  # runs that the filters left out
+    num_without_record: int  # of them, the ones that had no config to judge
 
     @property
     def output(self) -> Path:
@@ -70,34 +101,72 @@ class Report:
         return self.directories[0] / "report"
 
     @property
+    def words(self) -> str:
+        """What is compared."""
+        return METRICS[self.metric][0]
+
+    @property
+    def unit(self) -> str:
+        """Of the differences and the margin."""
+        return METRICS[self.metric][1]
+
+    @property
     def labels(self) -> list[str]:
         """The arms of all groups, in the order in which they get their colours."""
         return list(dict.fromkeys(arm.label for group in self.groups for arm in group.arms))
 
 
-def build_report(directories: Sequence[Path], *, reference: str | None, margin: float) -> Report:
-    """The report on all runs below the directories; `margin` is a fraction of the reference's mean.
+def build_report(
+    directories: Sequence[Path],
+    *,
+    reference: str | None,
+    margin: float,
+    metric: Metric = "final_eval_loss",
+    filters: Mapping[str, str] | None = None,
+    force: bool = False,
+) -> Report:
+    """The report on the runs below the directories that every filter of `select_runs` lets through.
 
-    `reference` is an arm's label, None for the default one. Raises UserError for a directory
-    without runs, a label that no arm has and a margin that is not positive.
+    `reference` is an arm's label, None for the default one; `margin` a fraction of the reference's
+    mean of the metric. `force` compares runs that do not match, too. Raises UserError for a
+    directory without runs, a label that no arm has, a margin that is not positive, and a filter.
     """
     if not 0 < margin < math.inf:
         raise UserError(f"report.margin: {margin} is not allowed; it must be positive")
-    runs = read_runs(directories)
+    selection = select_runs(read_runs(directories), filters or {})
+    groups = match_groups(selection.runs)
+    titles, differing = group_titles(groups), differing_values(groups)
+    forced = force and len(groups) > 1
+    if forced:
+        groups = merge_groups(groups, titles)
+        titles = dict.fromkeys(groups, "")
+    renamed = {run.directory: run for runs in groups.values() for run in runs}
+    runs = [renamed.get(run.directory, run) for run in selection.runs]
     labels = list(dict.fromkeys(run.label for run in runs if run.label is not None))
     if reference is not None and reference not in labels:
         raise UserError(f"report.reference: no arm {reference!r}; allowed: {', '.join(labels)}")
-    groups = match_groups(runs)
-    titles = group_titles(groups)
     return Report(
         directories=tuple(directories),
         runs=runs,
         groups=[
-            _group(found, match_key=key, title=titles[key], reference=reference, margin=margin)
+            _group(
+                found,
+                match_key=key,
+                title=titles[key],
+                reference=reference,
+                margin=margin,
+                metric=metric,
+                forced=forced,
+            )
             for key, found in groups.items()
         ],
-        differing=differing_values(groups),
+        differing=differing,
         margin=margin,
+        metric=metric,
+        forced=forced,
+        filters=filters or {},
+        num_filtered=selection.num_filtered,
+        num_without_record=selection.num_without_record,
     )
 
 
@@ -141,6 +210,13 @@ def problem(run: ReportedRun) -> str | None:
 def result(run: ReportedRun, key: str) -> float | None:
     """A number of the run's results; None if it was not measured."""
     return number(run.record.results, key) if run.record is not None else None
+
+
+def metric_of(run: ReportedRun, metric: Metric) -> float | None:
+    """What a report with this metric compares of the run; None if it was not measured."""
+    if metric == "last_tenth_eval_loss":
+        return last_tenth(run.curve) if run.curve is not None else None
+    return result(run, metric)
 
 
 def timing(run: ReportedRun, key: str) -> float | None:
@@ -187,7 +263,14 @@ def mean_of(
 
 
 def _group(
-    runs: Sequence[ReportedRun], *, match_key: str, title: str, reference: str | None, margin: float
+    runs: Sequence[ReportedRun],
+    *,
+    match_key: str,
+    title: str,
+    reference: str | None,
+    margin: float,
+    metric: Metric,
+    forced: bool,
 ) -> Group:
     by_label: dict[str, list[ReportedRun]] = {}
     for run in runs:
@@ -195,42 +278,50 @@ def _group(
         by_label.setdefault(run.label, []).append(run)
     if reference is None:
         reference = default_reference({k: _choices(found) for k, found in by_label.items()})
-    evidence = check_evidence(runs, reference=reference)
+    evidence = check_evidence(runs, reference=reference, forced=forced)
     ordered = sorted(by_label, key=lambda label: label != reference)  # stable
-    arms = [_arm(label, by_label[label], refused=evidence.refused) for label in ordered]
+    arms = [
+        _arm(label, by_label[label], refused=evidence.refused, metric=metric) for label in ordered
+    ]
     first, *others = arms
-    in_nats = None
+    in_unit = None
     if first.label == reference:
-        in_nats = None if first.loss_mean is None else margin * first.loss_mean
+        in_unit = None if first.loss_mean is None else margin * abs(first.loss_mean)
         comparisons = compare_arms(
-            _losses(first),
-            {arm.label: _losses(arm) for arm in others},
-            margin=math.nan if in_nats is None else in_nats,  # nan: nothing will be paired
+            _values(first, metric),
+            {arm.label: _values(arm, metric) for arm in others},
+            margin=math.nan if in_unit is None else in_unit,  # nan: nothing will be paired
         )
-        arms = [first, *(replace(arm, comparison=comparisons[arm.label]) for arm in others)]
+        compared = (
+            replace(arm, comparison=comparisons[arm.label], late=_late(arm, first))
+            for arm in others
+        )
+        arms = [replace(arm, reach=_reach(arm, first)) for arm in (first, *compared)]
     return Group(
         match_key=match_key,
         title=title,
         reference=reference if first.label == reference else None,
-        margin=in_nats,
+        margin=in_unit,
         arms=arms,
         evidence=evidence,
     )
 
 
-def _arm(label: str, runs: Sequence[ReportedRun], *, refused: Container[Path]) -> ArmResult:
+def _arm(
+    label: str, runs: Sequence[ReportedRun], *, refused: Container[Path], metric: Metric
+) -> ArmResult:
     """Of an arm's completed runs of one seed the first counts: the others repeat it."""
     compared: dict[int, ReportedRun] = {}
     diverged: dict[int, ReportedRun] = {}
     for run in runs:
-        loss = result(run, "final_eval_loss")
+        value = metric_of(run, metric)
         if run.seed is None or run.directory in refused:
             continue
-        if run.status == "completed" and loss is not None and math.isfinite(loss):
+        if run.status == "completed" and value is not None and math.isfinite(value):
             compared.setdefault(run.seed, run)
-        elif run.status == "diverged" or (run.status == "completed" and loss is not None):
+        elif run.status == "diverged" or (run.status == "completed" and value is not None):
             diverged.setdefault(run.seed, run)
-    mean, std = mean_and_std([_final_loss(run) for run in compared.values()])
+    mean, std = mean_and_std([_value(run, metric) for run in compared.values()])
     precision, optim = _choices(runs)
     return ArmResult(
         label=label,
@@ -243,6 +334,24 @@ def _arm(label: str, runs: Sequence[ReportedRun], *, refused: Container[Path]) -
         loss_std=std,
         bits_per_byte=mean_of(compared.values(), result, "eval_bits_per_byte"),
         comparison=None,
+        late=None,
+        reach=None,
+    )
+
+
+def _late(arm: ArmResult, reference: ArmResult) -> Interval | None:
+    metric: Metric = "last_tenth_eval_loss"
+    return interval_of(paired_differences(_values(reference, metric), _values(arm, metric)))
+
+
+def _reach(arm: ArmResult, reference: ArmResult) -> Reach | None:
+    """A diverged run may have reached the loss before; where it did not, it never does."""
+    runs = {**arm.diverged, **arm.compared}
+    return reach_of(
+        (mine, other)
+        for seed in sorted(runs.keys() & reference.compared.keys())
+        if (mine := runs[seed].curve) is not None
+        and (other := reference.compared[seed].curve) is not None
     )
 
 
@@ -255,14 +364,15 @@ def _choices(runs: Sequence[ReportedRun]) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _losses(arm: ArmResult) -> ArmLosses:
+def _values(arm: ArmResult, metric: Metric) -> ArmLosses:
+    values = {seed: metric_of(run, metric) for seed, run in arm.compared.items()}
     return ArmLosses(
-        losses={seed: _final_loss(run) for seed, run in arm.compared.items()},
+        losses={seed: value for seed, value in values.items() if value is not None},
         diverged=frozenset(arm.diverged),
     )
 
 
-def _final_loss(run: ReportedRun) -> float:
-    loss = result(run, "final_eval_loss")
-    assert loss is not None
-    return loss
+def _value(run: ReportedRun, metric: Metric) -> float:
+    value = metric_of(run, metric)
+    assert value is not None
+    return value

@@ -35,13 +35,17 @@ def eval_band(curves: Sequence[Curve]) -> Band:
 
 
 def difference_band(arm: ArmResult, reference: ArmResult) -> Band:
-    """The seed-paired differences of eval loss, arm minus reference; empty without a pair."""
+    """The seed-paired differences of eval loss, arm minus reference; empty without a pair.
+
+    Only where both had been served as many tokens by that step.
+    """
     pairs = []
     for seed in sorted(arm.compared.keys() & reference.compared.keys()):
         mine, other = arm.compared[seed].curve, reference.compared[seed].curve
         if mine is not None and other is not None:
             step, here, there = np.intersect1d(mine.step, other.step, return_indices=True)
-            pairs.append((step, mine.eval_loss[here] - other.eval_loss[there]))
+            gap = mine.eval_loss[here] - other.eval_loss[there]
+            pairs.append((step, np.where(mine.tokens[here] == other.tokens[there], gap, np.nan)))
     return band_over(pairs)
 
 

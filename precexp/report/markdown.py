@@ -1,19 +1,15 @@
 """report.md: the whole report as one page that GitHub renders."""
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from precexp.report.beside import beside_section
 from precexp.report.build import (
-    ArmResult,
     Group,
     Report,
-    bytes_per_param,
-    mean_of,
     problem,
     result,
-    timing,
 )
 from precexp.report.costs import (
     environment_section,
@@ -22,30 +18,18 @@ from precexp.report.costs import (
 )
 from precexp.report.memory import memory_section
 from precexp.report.read import ReportedRun
-from precexp.report.statistics import LEVEL
 from precexp.report.tables import (
     NOTHING,
     escape,
     fixed,
+    heading,
+    link_to,
     markdown_table,
-    percent,
     plural,
-    short,
-    verdict_of,
     whole,
 )
+from precexp.report.verdict import verdict_section
 
-VERDICT_HEAD = (
-    "arm",
-    "seeds",
-    "final eval loss",
-    "bits per byte",
-    "difference",
-    "90 % interval",
-    "verdict",
-    "bytes/param",
-    "tokens/s",
-)
 RUN_HEAD = (
     "arm",
     "seed",
@@ -78,7 +62,8 @@ def title_of(report: Report) -> str:
 def sections(report: Report, output: Path) -> dict[str, str]:
     """The sections of the report that have something to say: {title: Markdown}."""
     found = {
-        "Verdict": _verdict(report),
+        "Verdict": verdict_section(report),
+        "Beside the verdict": beside_section(report, output),
         "Matched check": _matched(report),
         "Loss curves": _curves(),
         "Memory & bytes per parameter": memory_section(report),
@@ -89,91 +74,6 @@ def sections(report: Report, output: Path) -> dict[str, str]:
     }
     bodies = {title: "\n".join(lines).strip() for title, lines in found.items()}
     return {title: body for title, body in bodies.items() if body}
-
-
-def _verdict(report: Report) -> Iterator[str]:
-    not_completed = [run for run in report.runs if run.planned and run.status != "completed"]
-    if not_completed:
-        yield (
-            f"**{plural(len(not_completed), 'planned run')} did not complete** "
-            "(see [Runs & failures](#runs--failures))."
-        )
-        yield ""
-    if not report.groups:
-        yield "Nothing was recorded that could be compared."
-    for group in report.groups:
-        yield from _heading(group)
-        yield from (f"- {sentence}" for sentence in _sentences(group))
-        yield ""
-        yield from markdown_table(
-            VERDICT_HEAD,
-            [_verdict_row(arm, group) for arm in group.arms],
-        )
-        yield ""
-        if group.margin is not None:
-            yield (
-                f"Margin: ±{fixed(group.margin)} nats per token, {percent(report.margin)} of the "
-                "reference's mean."
-            )
-            yield ""
-    yield RULE
-
-
-def _sentences(group: Group) -> Iterator[str]:
-    """What the table says, in words."""
-    if group.reference is None:
-        yield "The reference asked for has no run here, so nothing is compared."
-        return
-    reference, *others = group.arms
-    if not others:
-        yield f"Only one arm, `{reference.label}`: there is nothing to compare it with."
-    elif group.margin is None:
-        yield f"The reference `{reference.label}` has no completed run to compare with."
-    for arm in others:
-        against = arm.comparison
-        assert against is not None
-        gap = ""
-        if against.difference is not None:
-            gap = f" {fixed(against.difference, sign=True)} nats per token"
-            gap += f" over {plural(against.num_pairs, 'seed')};"
-        verdict = f"**{against.verdict}**{PREPOSITIONS[against.verdict]} `{reference.label}`"
-        yield f"`{arm.label}` is {verdict}:{gap} {against.reason}."
-
-
-def _verdict_row(arm: ArmResult, group: Group) -> Sequence[str]:
-    against = arm.comparison
-    interval = NOTHING
-    if against is not None and against.ci_low is not None:
-        interval = f"{fixed(against.ci_low, sign=True)} to {fixed(against.ci_high, sign=True)}"
-    return (
-        f"`{arm.label}`",
-        _seeds(arm),
-        _spread(arm),
-        fixed(arm.bits_per_byte),
-        fixed(against.difference if against else None, sign=True),
-        interval,
-        verdict_of(arm, group) or NOTHING,
-        short(mean_of(arm.runs, bytes_per_param, "total")),
-        whole(mean_of(arm.runs, timing, "tokens_per_second")),
-    )
-
-
-PREPOSITIONS = {
-    "equivalent": " to",
-    "worse": " than",
-    "better": " than",
-    "undecided": " against",
-}
-RULE = (
-    "Losses in nats per token: mean ± standard deviation over completed seeds; the difference is "
-    "over the seeds that both completed. The verdict is read off the 90 % t-interval of the "
-    "seed-paired differences to the reference: wholly inside ± margin is *equivalent*, wholly "
-    "above *worse*, wholly below *better*, anything else *undecided*. Holm's correction keeps each "
-    f"kind of error at {percent(LEVEL)} over all arms, so that an interval that decides alone may "
-    "not decide among several. One seed never decides. An arm with a diverged seed is never "
-    "equivalent or better; it is worse if its other seeds say so, or if it completed none and "
-    "diverged on two or more seeds that the reference completed."
-)
 
 
 def _matched(report: Report) -> Iterator[str]:
@@ -189,7 +89,7 @@ def _matched(report: Report) -> Iterator[str]:
         )
         yield ""
     for group in report.groups:
-        yield from _heading(group)
+        yield from heading(group)
         yield from (f"- {line}" for line in _evidence(group))
         yield ""
 
@@ -272,7 +172,6 @@ def _runs(report: Report, output: Path) -> Iterator[str]:
 
 def _run_cells(run: ReportedRun, output: Path) -> Sequence[str]:
     evidence = run.record.evidence if run.record else {}
-    link = Path(os.path.relpath(run.directory.resolve(), output.resolve())).as_posix()
     return (
         NOTHING if run.seed is None else str(run.seed),
         "incomplete" if run.status == "running" else run.status,
@@ -285,22 +184,5 @@ def _run_cells(run: ReportedRun, output: Path) -> Sequence[str]:
         fixed(result(run, "eval_perplexity"), 2),
         str(evidence.get("init_hash") or NOTHING)[:8],
         str(evidence.get("data_hash") or NOTHING)[:8],
-        f"[record]({link.replace(' ', '%20')})" if run.status != "missing" else NOTHING,
+        link_to(run.directory, output, "record") if run.status != "missing" else NOTHING,
     )
-
-
-def _heading(group: Group) -> Iterator[str]:
-    if group.title:
-        yield f"### {escape(group.title)}"
-        yield ""
-
-
-def _spread(arm: ArmResult) -> str:
-    """The mean final eval loss of the arm, with the standard deviation where there is one."""
-    if arm.loss_mean is None or arm.loss_std is None:
-        return fixed(arm.loss_mean)
-    return f"{fixed(arm.loss_mean)} ± {fixed(arm.loss_std)}"
-
-
-def _seeds(arm: ArmResult) -> str:
-    return str(arm.num_seeds) + (f" (+ {len(arm.diverged)} diverged)" if arm.diverged else "")

@@ -1,7 +1,8 @@
 """Which runs may be compared: those of one match_key, if their evidence agrees."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from precexp.config import matched_values
@@ -57,10 +58,26 @@ def group_titles(groups: Mapping[str, Sequence[ReportedRun]]) -> dict[str, str]:
     return titles
 
 
-def check_evidence(runs: Sequence[ReportedRun], *, reference: str | None) -> Evidence:
+def merge_groups(
+    groups: Mapping[str, Sequence[ReportedRun]], titles: Mapping[str, str]
+) -> dict[str, list[ReportedRun]]:
+    """All runs as one group; an arm that is in several becomes as many, named by their titles."""
+    counts = Counter(label for runs in groups.values() for label in {run.label for run in runs})
+    merged = [
+        replace(run, label=f"{run.label} ({titles[key]})") if counts[run.label] > 1 else run
+        for key, runs in groups.items()
+        for run in runs
+    ]
+    return {"forced": merged}
+
+
+def check_evidence(
+    runs: Sequence[ReportedRun], *, reference: str | None, forced: bool = False
+) -> Evidence:
     """Compares each run of a group with the reference's run of its seed, or else the seed's first.
 
     Initial weights must be equal, and the data served up to the last evaluation that both have.
+    What disagrees is refused, unless the comparison is forced.
     """
     refused: dict[Path, str] = {}
     unverified: list[str] = []
@@ -78,9 +95,11 @@ def check_evidence(runs: Sequence[ReportedRun], *, reference: str | None) -> Evi
         for run in others:
             disagreement, unknown = _compare(_record(run), _record(anchor))
             if disagreement:
-                refused[run.directory] = (
-                    f"{run.label}, seed {run.seed}: {disagreement} {anchor.label}'s"
-                )
+                reason = f"{run.label}, seed {run.seed}: {disagreement} {anchor.label}'s"
+                if forced:
+                    unverified.append(reason)
+                else:
+                    refused[run.directory] = reason
             elif unknown:
                 unverified.append(f"{run.label}, seed {run.seed}: {unknown} with {anchor.label}")
             else:

@@ -37,6 +37,15 @@ class ArmLosses:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The mean of paired differences and its 90 % interval, None with fewer than two."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """An arm against the reference: the mean of the seed-paired differences and the verdict.
 
@@ -124,6 +133,14 @@ def paired_interval(differences: Sequence[float], *, level: float = LEVEL) -> tu
     return mean - half, mean + half
 
 
+def interval_of(differences: Sequence[float]) -> Interval | None:
+    """The mean of the differences and its interval; None of nothing."""
+    if not differences:
+        return None
+    low, high = paired_interval(differences) if len(differences) >= 2 else (None, None)
+    return Interval(mean=float(np.mean(differences)), low=low, high=high)
+
+
 def p_above(differences: Sequence[float], bound: float) -> float:
     """p of the one-sided t-test that the mean difference is at most `bound`."""
     distance, error = float(np.mean(differences)) - bound, _standard_error(differences)
@@ -191,7 +208,7 @@ def _comparison(
     num_tested: int,
 ) -> Comparison:
     count = len(differences)
-    low, high = paired_interval(differences) if count >= 2 else (None, None)
+    interval = interval_of(differences)
     needed = None
     if verdict == "undecided" and not against and count >= 2:
         needed = seeds_to_decide(differences, margin=margin, level=LEVEL / num_tested)
@@ -206,9 +223,9 @@ def _comparison(
             needed=needed,
         ),
         num_pairs=count,
-        difference=float(np.mean(differences)) if differences else None,
-        ci_low=low,
-        ci_high=high,
+        difference=interval.mean if interval else None,
+        ci_low=interval.low if interval else None,
+        ci_high=interval.high if interval else None,
         permutation_p=permutation_p(differences) if 2 <= count <= MOST_PERMUTED else None,
         seeds_needed=needed,
     )

@@ -1,7 +1,10 @@
 """How verdicts and numbers are spelled for people, and tables of them in Markdown."""
 
 import math
+import os
+import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from precexp.report.build import ArmResult, Group
 
@@ -38,6 +41,11 @@ def mib(num_bytes: float | None) -> str:
     return "not measured" if num_bytes is None else f"{num_bytes / MIB:,.1f}"
 
 
+def spell_interval(low: float | None, high: float | None) -> str:
+    """Both ends with their signs, or a dash."""
+    return NOTHING if low is None else f"{fixed(low, sign=True)} to {fixed(high, sign=True)}"
+
+
 def percent(fraction: float) -> str:
     """0.005 as 0.5 %."""
     return f"{100 * fraction:.3g} %"
@@ -46,6 +54,19 @@ def percent(fraction: float) -> str:
 def plural(count: int, noun: str) -> str:
     """1 run, 2 runs."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def heading(group: Group) -> Iterator[str]:
+    """What tells the group from others, as a heading; nothing for an only group."""
+    if group.title:
+        yield f"### {escape(group.title)}"
+        yield ""
+
+
+def link_to(directory: Path, output: Path, text: str) -> str:
+    """A link to a run's directory, relative to where the report lies."""
+    relative = Path(os.path.relpath(directory.resolve(), output.resolve())).as_posix()
+    return f"[{text}]({urllib.parse.quote(relative)})"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
