@@ -17,7 +17,14 @@ from precexp.report.curves import Band, band_over, difference_band, thin
 from precexp.report.plots import draw_loss_curves
 from tests.test_report import FakeRun, arms_of, pair_of_arms, report_on, write_sweep
 
-OUTPUTS = ("report.md", "runs.csv", "arms.csv", "loss_curves.svg", "loss_curves.png")
+OUTPUTS = (
+    "report.md",
+    "runs.csv",
+    "arms.csv",
+    "arms.tex",
+    "loss_curves.svg",
+    "loss_curves.png",
+)
 PROMISED = {  # DESIGN section 9
     "label",
     "precision",

@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from precexp.report.power import power, seeds_to_decide
-from precexp.report.statistics import (
-    ArmLosses,
-    Verdict,
-    compare_arms,
+from precexp.report.hypotheses import (
     equivalence_p,
     holm,
-    mean_and_std,
+    least_unequal,
     p_above,
     p_below,
     paired_interval,
     permutation_p,
     unequal_p,
+    unequal_p_at,
 )
+from precexp.report.power import power, seeds_to_decide
+from precexp.report.statistics import ArmLosses, Verdict, compare_arms, mean_and_std
 
 RTOL = 1e-9  # two libraries' t distributions; worst seen 3e-13
 DIFFERENCES = [0.011, 0.004, -0.002, 0.008, 0.006]
@@ -162,6 +161,19 @@ def test_a_wide_margin_leaves_the_one_sided_p_value() -> None:
     assert unequal_p(differences, 1.0) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("num_seeds", [2, 3, 5, 10])
+@pytest.mark.parametrize("level", [0.05, 0.05 / 6])
+def test_false_worse_and_false_better_together_hold_the_level(num_seeds: int, level: float) -> None:
+    """By integration, for a true gap of just the margin: no Monte Carlo error hides an excess."""
+    freedom = num_seeds - 1
+    quantiles = (np.arange(4000) + 0.5) / 4000
+    errors = np.sqrt(stats.chi2.ppf(quantiles, freedom) / freedom)  # in true standard errors
+    for margin in (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0):
+        least = least_unequal(errors, margin=margin, freedom=freedom, level=level)
+        wrong = stats.norm.sf(least - margin) + stats.norm.sf(least + margin)
+        assert wrong.mean() <= level * 1.005, margin  # 4,000 quantiles stand for all
+
+
 def test_an_interval_outside_a_margin_below_the_noise_is_not_yet_worse() -> None:
     # t = 2.5 on 3 degrees of freedom: 0.044 of one tail, 0.088 of both
     sample = [0.002, 0.010, 0.018, 0.006]
@@ -176,7 +188,8 @@ def test_permutation_p_is_scipys_exact_one() -> None:
     for sample in (DIFFERENCES, [0.1, 0.2], [0.1, -0.1, 0.1], [0.0, 0.0]):
         found = stats.permutation_test(
             (sample,), lambda x, axis: np.abs(np.mean(x, axis=axis)),
-            permutation_type="samples", vectorized=True, alternative="greater", n_resamples=2**5,  # exact: no more signs than that
+            permutation_type="samples", vectorized=True, alternative="greater",
+            n_resamples=2**5,  # exact: there are no more signs than that
         )  # fmt: skip
         assert permutation_p(sample) == pytest.approx(found.pvalue)
 
@@ -196,10 +209,9 @@ def test_power_is_the_share_of_simulated_sweeps_with_the_right_verdict(
 ) -> None:
     samples = np.random.default_rng(0).normal(mean, spread, size=(20_000, num_seeds))
     means, errors = samples.mean(1), samples.std(1, ddof=1) / math.sqrt(num_seeds)
-    near = stats.t.sf((np.abs(means) - MARGIN) / errors, num_seeds - 1)
-    far = stats.t.sf((np.abs(means) + MARGIN) / errors, num_seeds - 1)
+    unequal = unequal_p_at(np.abs(means), errors, margin=MARGIN, freedom=num_seeds - 1)
     inside = stats.t.sf((MARGIN - np.abs(means)) / errors, num_seeds - 1) < 0.05
-    right = inside if mean < MARGIN else (near + far < 0.05) & (means > 0)
+    right = inside if mean < MARGIN else (unequal < 0.05) & (means > 0)
     found = power(num_seeds, mean=mean, spread=spread, margin=MARGIN, level=0.05)
     assert found == pytest.approx(right.mean(), abs=0.01)  # Monte Carlo: sd at most 0.0035
 

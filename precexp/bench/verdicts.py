@@ -14,7 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from precexp.report.statistics import LEVEL, ArmLosses, decide
+from precexp.report.hypotheses import LEVEL
+from precexp.report.statistics import ArmLosses, decide
 
 LOSS = 5.0
 MARGIN = 0.005  # of the reference's mean: 0.025

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from precexp.config import Metric, UserError
+from precexp.report.hypotheses import Interval, interval_of
 from precexp.report.match import (
     Evidence,
     check_evidence,
@@ -22,9 +23,7 @@ from precexp.report.select import select_runs
 from precexp.report.statistics import (
     ArmLosses,
     Comparison,
-    Interval,
     compare_arms,
-    interval_of,
     mean_and_std,
     paired_differences,
 )

@@ -15,6 +15,7 @@ from precexp.report.build import (
     timing,
 )
 from precexp.report.read import ReportedRun
+from precexp.report.statistics import mean_and_std
 from precexp.report.tables import verdict_of
 
 Cell = str | int | float | None
@@ -23,7 +24,7 @@ Cell = str | int | float | None
 def write_csvs(report: Report, output: Path) -> None:
     """runs.csv, a row per planned or recorded run, and arms.csv, a row per arm and match group."""
     _write_csv(output / "runs.csv", RUN_COLUMNS, [_run_row(run) for run in report.runs])
-    arms = [_arm_row(arm, group) for group in report.groups for arm in group.arms]
+    arms = [_arm_row(arm, group, report) for group in report.groups for arm in group.arms]
     _write_csv(output / "arms.csv", ARM_COLUMNS, arms)
 
 
@@ -96,6 +97,9 @@ ARM_COLUMNS = (
     "final_eval_loss_mean",
     "final_eval_loss_std",
     "eval_bits_per_byte_mean",
+    "metric",
+    "metric_mean",
+    "metric_std",
     "num_pairs",
     "difference",
     "ci_low",
@@ -103,6 +107,16 @@ ARM_COLUMNS = (
     "margin",
     "verdict",
     "reason",
+    "seeds_needed",
+    "permutation_p",
+    "last_tenth_difference",
+    "last_tenth_ci_low",
+    "last_tenth_ci_high",
+    "num_reached",
+    "tokens_to_reference_loss",
+    "seconds_to_reference_loss",
+    "applied_steps_mean",
+    "skipped_steps_mean",
     "tokens_per_second_mean",
     "total_bytes_per_param",
     "group",
@@ -110,17 +124,24 @@ ARM_COLUMNS = (
 )
 
 
-def _arm_row(arm: ArmResult, group: Group) -> dict[str, Cell]:
-    against = arm.comparison
+def _arm_row(arm: ArmResult, group: Group, report: Report) -> dict[str, Cell]:
+    against, late, reach = arm.comparison, arm.late, arm.reach
+    runs = arm.compared.values()
+    mean, std = mean_and_std(
+        [loss for run in runs if (loss := result(run, "final_eval_loss")) is not None]
+    )
     return {
         "label": arm.label,
         "precision": arm.precision,
         "optim": arm.optim,
         "num_seeds": arm.num_seeds,
         "num_diverged": len(arm.diverged),
-        "final_eval_loss_mean": arm.loss_mean,
-        "final_eval_loss_std": arm.loss_std,
+        "final_eval_loss_mean": mean,
+        "final_eval_loss_std": std,
         "eval_bits_per_byte_mean": arm.bits_per_byte,
+        "metric": report.metric,
+        "metric_mean": arm.loss_mean,
+        "metric_std": arm.loss_std,
         "num_pairs": against.num_pairs if against else None,
         "difference": against.difference if against else None,
         "ci_low": against.ci_low if against else None,
@@ -128,6 +149,16 @@ def _arm_row(arm: ArmResult, group: Group) -> dict[str, Cell]:
         "margin": group.margin,
         "verdict": verdict_of(arm, group),
         "reason": against.reason if against else None,
+        "seeds_needed": against.seeds_needed if against else None,
+        "permutation_p": against.permutation_p if against else None,
+        "last_tenth_difference": late.mean if late else None,
+        "last_tenth_ci_low": late.low if late else None,
+        "last_tenth_ci_high": late.high if late else None,
+        "num_reached": reach.num_reached if reach else None,
+        "tokens_to_reference_loss": reach.tokens if reach else None,
+        "seconds_to_reference_loss": reach.seconds if reach else None,
+        "applied_steps_mean": mean_of(runs, result, "applied_steps"),
+        "skipped_steps_mean": mean_of(runs, result, "skipped_steps"),
         "tokens_per_second_mean": mean_of(arm.runs, timing, "tokens_per_second"),
         "total_bytes_per_param": mean_of(arm.runs, bytes_per_param, "total"),
         "group": group.title,

@@ -166,13 +166,21 @@ def _draw_differences(axes: Axes, group: Group, report: Report) -> None:
     reference, *others = group.arms
     margin = group.margin or 0.0
     seen = [np.array([-margin, margin])]
-    for arm in others:
-        band = thin(difference_band(arm, reference))
+    bands = [(arm, thin(difference_band(arm, reference))) for arm in others]
+    if not any(len(band.step) for _, band in bands):
+        axes.set_yticks([])
+        _set_title(axes, "No evaluation in common")
+        return
+    for arm, band in bands:
         _draw_band(axes, band, place=report.labels.index(arm.label))
         seen += [_late(band, band.low), _late(band, band.high)]
+    if group.noise is not None:
+        seen.append(np.array([-group.noise, group.noise]))
     axes.set_ylim(_limits(np.concatenate(seen), pad=0.18))
     if margin:
         _draw_margin(axes, margin, f"margin ±{percent(report.margin)}")
+    if group.noise is not None:
+        _draw_noise(axes, group.noise)
     _set_title(axes, f"Difference in eval loss to {group.reference}, seed by seed")
 
 
@@ -191,6 +199,20 @@ def _draw_margin(axes: Axes, margin: float, text: str) -> None:
         fontsize=8,
         color="#555555",
         bbox={"facecolor": "white", "lw": 0, "pad": 1},
+    )
+
+
+def _draw_noise(axes: Axes, noise: float) -> None:
+    """The yardstick: how far the reference's own seeds lie apart, as a bar at the right edge."""
+    axes.errorbar(
+        [0.995],
+        [0],
+        yerr=[noise],
+        transform=axes.get_yaxis_transform(),
+        color="#555555",
+        lw=1.2,
+        capsize=3,
+        zorder=4,
     )
 
 
@@ -271,6 +293,19 @@ def _draw_legend(figure: Figure, report: Report) -> None:
     if any(arm.num_seeds > 1 for arm, _ in arms):
         keys.append(
             Line2D([], [], color="#777777", lw=7, alpha=0.25, label="least to greatest seed")
+        )
+    if any(_is_compared(group) and group.noise is not None for group in report.groups):
+        keys.append(
+            Line2D(
+                [],
+                [],
+                color="#555555",
+                marker="|",
+                ms=9,
+                mew=1.2,
+                ls="",
+                label="± standard deviation of the reference's seeds",
+            )
         )
     if "diverged" in loose:
         keys.append(

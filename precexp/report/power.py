@@ -1,11 +1,12 @@
-"""How many seeds a verdict needs: the power of the tests in statistics.py."""
+"""How many seeds a verdict needs: the power of the tests in hypotheses.py."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import chdtri, ndtr, stdtr, stdtrit
+from scipy.special import chdtri, ndtr, stdtrit
+
+from precexp.report.hypotheses import least_unequal
 
 POWER = 0.8
 MOST_SEEDS = 1000  # a plan of more is no plan
@@ -51,18 +52,5 @@ def power(num_seeds: int, *, mean: float, spread: float, margin: float, level: f
         reach = margin - stdtrit(freedom, 1 - level) * errors
         inside = ndtr((reach - mean) / true_error) - ndtr((-reach - mean) / true_error)
         return float(inside.clip(min=0).mean())
-    reach = _least_unequal(errors, margin=margin, freedom=freedom, level=level)
+    reach = least_unequal(errors, margin=margin, freedom=freedom, level=level)
     return float(ndtr((mean - reach) / true_error).mean())
-
-
-def _least_unequal(
-    errors: NDArray[np.float64], *, margin: float, freedom: int, level: float
-) -> NDArray[np.float64]:
-    """By standard error, the least mean whose `unequal_p` is below the level; by bisection."""
-    low = np.full_like(errors, margin)
-    high = margin + stdtrit(freedom, 1 - level / 2) * errors
-    for _ in range(50):
-        middle = (low + high) / 2
-        p = stdtr(freedom, (margin - middle) / errors) + stdtr(freedom, (-margin - middle) / errors)
-        low, high = np.where(p >= level, middle, low), np.where(p >= level, high, middle)
-    return high

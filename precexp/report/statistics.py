@@ -1,28 +1,34 @@
-"""The verdict: seed-paired t-intervals against a margin, with Holm's correction over the arms.
+"""The verdict on each arm, from its seed-paired differences to the reference and a margin.
 
 Per arm two hypotheses are tested at 5 %. That its gap to the reference is at least the margin is
-rejected by two one-sided t-tests (Schuirmann 1987), which is to say where the 90 % interval is
-wholly inside ± margin: *equivalent*. That the gap is at most the margin is rejected where the
-interval is wholly outside and the p-value of |t| at the margin, both tails counted, is below 5 %:
-*worse* or *better*. The far tail matters only where the margin is small beside the noise; without
-it, false `worse` and false `better` together would reach 10 % there. Holm 1979 over the arms for
-each of the two. `python -m precexp.bench verdicts` measures the family-wise error rates.
+rejected where the 90 % interval is wholly inside ± margin: *equivalent*. That the gap is at most
+the margin is rejected where the interval is wholly outside: *worse* or *better*. Where the margin
+is small beside the noise, the interval could be outside on either side, and false *worse* and false
+*better* together would come to 10 %: there both tails count (`hypotheses.unequal_p`). Holm's
+correction over the arms holds each of the two kinds of error at 5 %, as `python -m precexp.bench
+verdicts` measures.
 
 A run that diverged where the reference did not is a difference of plus infinity: it forbids
 *equivalent* and *better*, and two of them on seeds that the reference completed are *worse*.
 """
 
-import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.special import stdtr, stdtrit  # Student's t, without the long import of scipy.stats
 
+from precexp.report.hypotheses import (
+    LEVEL,
+    equivalence_p,
+    holm,
+    interval_of,
+    paired_interval,
+    permutation_p,
+    unequal_p,
+)
 from precexp.report.power import MOST_SEEDS, POWER, seeds_to_decide
 
-LEVEL = 0.05  # of each one-sided test; the interval shown is the two-sided one of 1 - 2 LEVEL
 MOST_PERMUTED = 20  # pairs whose 2^n signs are enumerated
 
 Verdict = Literal["equivalent", "worse", "better", "undecided"]
@@ -34,15 +40,6 @@ class ArmLosses:
 
     losses: Mapping[int, float]
     diverged: Set[int] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """The mean of paired differences and its 90 % interval, None with fewer than two."""
-
-    mean: float
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,79 +121,6 @@ def mean_and_std(values: Sequence[float]) -> tuple[float | None, float | None]:
     """The mean, None of nothing, and the sample standard deviation, None of fewer than two."""
     mean = float(np.mean(values)) if values else None
     return mean, float(np.std(values, ddof=1)) if len(values) >= 2 else None
-
-
-def paired_interval(differences: Sequence[float], *, level: float = LEVEL) -> tuple[float, float]:
-    """The two-sided t-interval of 1 - 2 level for the mean of two or more differences."""
-    half = float(stdtrit(len(differences) - 1, 1 - level)) * _standard_error(differences)
-    mean = float(np.mean(differences))
-    return mean - half, mean + half
-
-
-def interval_of(differences: Sequence[float]) -> Interval | None:
-    """The mean of the differences and its interval; None of nothing."""
-    if not differences:
-        return None
-    low, high = paired_interval(differences) if len(differences) >= 2 else (None, None)
-    return Interval(mean=float(np.mean(differences)), low=low, high=high)
-
-
-def p_above(differences: Sequence[float], bound: float) -> float:
-    """p of the one-sided t-test that the mean difference is at most `bound`."""
-    distance, error = float(np.mean(differences)) - bound, _standard_error(differences)
-    if error == 0:  # identical differences: no noise to hide behind
-        return 0.0 if distance > 0 else 1.0
-    return float(stdtr(len(differences) - 1, -distance / error))
-
-
-def p_below(differences: Sequence[float], bound: float) -> float:
-    """p of the one-sided t-test that the mean difference is at least `bound`."""
-    return p_above([-difference for difference in differences], -bound)
-
-
-def unequal_p(differences: Sequence[float], margin: float) -> float:
-    """p of the test that the mean difference is at most the margin away from 0, on either side.
-
-    The probability, were it just the margin away, of a mean as far from 0 as this one: of the near
-    tail, and of the far one.
-    """
-    distance = abs(float(np.mean(differences)))
-    error = _standard_error(differences)
-    if error == 0:
-        return 0.0 if distance > margin else 1.0
-    tails = stdtr(len(differences) - 1, [(margin - distance) / error, (-margin - distance) / error])
-    return min(1.0, float(tails.sum()))
-
-
-def equivalence_p(differences: Sequence[float], margin: float) -> float:
-    """p of the two one-sided tests that the mean difference is at least the margin away from 0."""
-    return max(p_below(differences, margin), p_above(differences, -margin))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values, in the order given: reject those below the family-wise level."""
-    adjusted = [0.0] * len(p_values)
-    highest = 0.0
-    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = highest
-    return adjusted
-
-
-def permutation_p(differences: Sequence[float]) -> float:
-    """p of the exact paired permutation test that arm and reference are interchangeable.
-
-    The share of the 2^n ways to sign n differences whose mean is as far from 0 as the one found.
-    """
-    count = len(differences)
-    signs = 1 - 2 * (np.arange(2**count)[:, None] >> np.arange(count) & 1).astype(np.int8)
-    sums = np.abs(signs @ np.asarray(differences))
-    # The slack keeps the rounding of the sums from breaking a tie.
-    return float(np.mean(sums >= sums[0] * (1 - 1e-12)))
-
-
-def _standard_error(differences: Sequence[float]) -> float:
-    return float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
 
 
 def _comparison(

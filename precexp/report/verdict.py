@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from precexp.report.build import ArmResult, Group, Report, bytes_per_param, mean_of, timing
-from precexp.report.statistics import LEVEL
+from precexp.report.hypotheses import LEVEL
 from precexp.report.tables import (
     NOTHING,
     escape,
