@@ -91,11 +91,11 @@ def compose(overrides: Sequence[str]) -> PlannedRun:
 
 
 def compose_sweep(
-    overrides: Sequence[str], *, multirun: bool
+    overrides: Sequence[str], *, multirun: bool, config_dir: str | None = None
 ) -> list[tuple[Sequence[str], PlannedRun]]:
     """Every run of the sweep that the overrides describe, with its own overrides; as `compose`."""
     try:
-        hydra = _create_hydra(None)
+        hydra = _create_hydra(config_dir)
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
         master = _compose(hydra, CONFIG_NAME, ["name=unnamed", *overrides], mode)
         jobs = _jobs(hydra, master) if multirun else [master]

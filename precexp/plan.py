@@ -8,6 +8,7 @@ for a CPU; plan.gpu_memory=24GiB says what fits.
 import argparse
 import dataclasses
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,30 +51,66 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-m", "--multirun", action="store_true", help="plan a sweep")
+    parser.add_argument("--config-dir", "-cd", help="more config groups, as of python -m precexp")
     parser.add_argument("overrides", nargs="*", help="of the config, as key=value")
     args = parser.parse_intermixed_args(arguments)
     try:
-        runs = _titled(compose_sweep(args.overrides, multirun=args.multirun))
-        plans: dict[str, Mapping[str, Any]] = {}
-        code = 0
-        with Planner() as planner:
-            for title, run in runs.items():
-                try:
-                    plans[title] = planner.plan(run.config)
-                except (UserError, PlanError) as error:
-                    print(f"precexp: {_where(title, runs)}{error}", file=sys.stderr)
-                    code = max(code, 2 if isinstance(error, UserError) else 1)
+        composed = compose_sweep(args.overrides, multirun=args.multirun, config_dir=args.config_dir)
+        runs = _titled(composed)
+        first = next(iter(runs.values())).config
+        _check_output(first.plan.output)
+        plans, code = _plan_all(runs)
         if plans:
-            first = next(iter(runs.values())).config
             _show(plans, first)
             _write(plans, runs, first)
     except UserError as error:
         print(f"precexp: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"precexp: plan.output: {error}", file=sys.stderr)
+        print(f"precexp: {error}", file=sys.stderr)
         return 2
     return code
+
+
+def _plan_all(runs: Mapping[str, PlannedRun]) -> tuple[dict[str, Mapping[str, Any]], int]:
+    """The plans by title, and the exit code; what failed is told at once, and left out."""
+    plans: dict[str, Mapping[str, Any]] = {}
+    code = 0
+    with Planner() as planner:
+        for title, run in runs.items():
+            try:
+                plans[title] = planner.plan(run.config)
+            except (UserError, PlanError) as error:
+                print(f"precexp: {_where(title, runs)}{error}", file=sys.stderr)
+                code = max(code, 2 if isinstance(error, UserError) else 1)
+            except KeyboardInterrupt:
+                done = f"{len(plans)} of {len(runs)}"
+                print(f"precexp: interrupted; {done} planned", file=sys.stderr)
+                return plans, max(code, 1)
+    return plans, code
+
+
+def _check_output(output: str | None) -> None:
+    """Raises UserError for a plan.output that could not be written after all the planning."""
+    if output is None:
+        return
+    path = Path(output)
+    folder = path.parent
+    if not folder.is_dir():
+        raise UserError(f"plan.output: {folder} is not a folder; it must exist")
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".precexp-"):
+            pass
+    except OSError as error:
+        raise UserError(f"plan.output: cannot write in {folder} ({error.strerror})") from None
+    for each in _files(path):
+        if each.is_dir():
+            raise UserError(f"plan.output: {each} is a folder")
+
+
+def _files(path: Path) -> tuple[Path, Path, Path]:
+    """What is written: the plan and its pictures."""
+    return path, path.with_suffix(".svg"), path.with_suffix(".png")
 
 
 def _titled(runs: Sequence[tuple[Sequence[str], PlannedRun]]) -> dict[str, PlannedRun]:
@@ -115,7 +152,7 @@ def _write(plans: Plans, runs: Mapping[str, PlannedRun], config: RunConfig) -> N
     write_memory_figure(
         {title: values["categories"] for title, values in plans.items()}, path.with_suffix("")
     )
-    print(f"written: {path}, {path.with_suffix('.svg')}, {path.with_suffix('.png')}")
+    print(f"written: {', '.join(map(str, _files(path)))}")
 
 
 # For people

@@ -4,8 +4,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -54,62 +54,59 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
     ):
         record.update(environment=environment.describe(device, attention=config.model.attention))
         begun = ledger.start(device)
+        phase = _LastPhase()
         blocks = read_blocks(config.model, config.data)
         total_steps = steps_of(config.train, blocks)
         model = build_model(config.model, seed=config.seed)
         record.evidence(init_hash=init_hash(model))
-        optimizer = build_optimizer(
-            model.parameters(), config.optim, config.train, seed=config.seed
-        )
-        place(model, optimizer, precision, device=device, compiled=config.model.compile)
-        record.update(census=take_census(model).as_record())
-        init_bytes = ledger.held_bytes(begun, model, optimizer)
-        scaler = precision.build_scaler()
-        batches = Batches(blocks.train, batch_size=config.train.batch_size, seed=config.seed)
         promised = precision.promised() | promised_states(
             config.optim, param_dtype=precision.param_dtype
         )
+        scaler = precision.build_scaler()
+        batches = Batches(blocks.train, batch_size=config.train.batch_size, seed=config.seed)
         eval_blocks = eval_subset(blocks.eval, _num_eval_blocks(config.train))
         _tell(record, [*blocks.notices, *_notices(config, device), *tracker.notices])
         outcome = Outcome(began=began, eval_bytes_per_token=blocks.eval_bytes_per_token)
-
-        phase = _LastPhase()
-        with Progress(total_steps, log_every=config.train.log_every, label=arm.label) as progress:
-            try:
-                for event in train(
-                    model,
-                    optimizer,
-                    batches,
-                    precision,
-                    config.train,
-                    scaler=scaler,
-                    eval_blocks=eval_blocks,
-                    total_steps=total_steps,
-                    on_phase=phase.begin,
-                ):
-                    if isinstance(event, Census):
-                        record.update(census=event.as_record())
-                        check_census(event, promised)
-                        print(event.summary(), file=sys.stderr)
-                        continue
-                    for sink in (record, tracker, progress, outcome):
-                        sink.write(event)
-                    if event.eval_loss is not None:
-                        record.evidence(data_hash=batches.data_hash, at_step=event.step)
-                    if checkpoints_at(event.step, config.train, total_steps=total_steps):
-                        save_checkpoint(
-                            directory / "checkpoints",
-                            step=event.step,
-                            model=model,
-                            optimizer=optimizer,
-                            scaler=scaler,
-                            batches=batches,
-                            config_hash=record.record.config_hash,
-                        )
-            except torch.OutOfMemoryError as error:
-                planned = planned_memory(record, config, device)
-                record.update(memory={"planned": planned, "measured": None})
-                raise OutOfMemory(out_of_memory(phase.name, planned)) from error
+        with (
+            _explained_out_of_memory(phase, record, config, device),
+            Progress(total_steps, log_every=config.train.log_every, label=arm.label) as progress,
+        ):
+            optimizer = build_optimizer(
+                model.parameters(), config.optim, config.train, seed=config.seed
+            )
+            place(model, optimizer, precision, device=device, compiled=config.model.compile)
+            record.update(census=take_census(model).as_record())
+            init_bytes = ledger.model_bytes(begun, model, optimizer)
+            for event in train(
+                model,
+                optimizer,
+                batches,
+                precision,
+                config.train,
+                scaler=scaler,
+                eval_blocks=eval_blocks,
+                total_steps=total_steps,
+                on_phase=phase.begin,
+            ):
+                if isinstance(event, Census):
+                    record.update(census=event.as_record())
+                    check_census(event, promised)
+                    print(event.summary(), file=sys.stderr)
+                    continue
+                for sink in (record, tracker, progress, outcome):
+                    sink.write(event)
+                if event.eval_loss is not None:
+                    record.evidence(data_hash=batches.data_hash, at_step=event.step)
+                if checkpoints_at(event.step, config.train, total_steps=total_steps):
+                    save_checkpoint(
+                        directory / "checkpoints",
+                        step=event.step,
+                        model=model,
+                        optimizer=optimizer,
+                        scaler=scaler,
+                        batches=batches,
+                        config_hash=record.record.config_hash,
+                    )
 
         record.evidence(data_hash=batches.data_hash)
         record.update(
@@ -121,9 +118,10 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         measured = measured_memory(
             record, begun, model, optimizer, precision, scaler, config, init_bytes=init_bytes
         )
-        record.update(
-            memory={"planned": planned_memory(record, config, device), "measured": measured}
-        )
+        # At once: planning takes a while, and may be killed.
+        record.update(memory={"planned": None, "measured": measured})
+        planned = planned_memory(record, config, device)
+        record.update(memory={"planned": planned, "measured": measured})
         tracker.finish(record.record)
         _tell(record, tracker.notices)  # what went wrong with wandb on the way
         return record.record
@@ -175,12 +173,25 @@ class OutOfMemory(RuntimeError):
 
 @dataclass
 class _LastPhase:
-    """The phase of the training step that is under way."""
+    """What is under way: the building of the model, then a phase of the training step."""
 
-    name: str = "forward"
+    name: str = "build"
 
     def begin(self, name: Phase) -> None:
         self.name = name
+
+
+@contextmanager
+def _explained_out_of_memory(
+    phase: _LastPhase, record: RunWriter, config: RunConfig, device: torch.device
+) -> Iterator[None]:
+    """Records the plan of what the GPU could not hold, and says what would be smaller."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        planned = planned_memory(record, config, device)
+        record.update(memory={"planned": planned, "measured": None})
+        raise OutOfMemory(out_of_memory(phase.name, planned)) from error
 
 
 _PLANS: dict[tuple[object, ...], dict[str, Any]] = {}  # of this process, by what they depend on

@@ -17,9 +17,14 @@ from precexp.bench import memory as bench
 from precexp.cli import compose
 from precexp.config import RunConfig, UserError
 from precexp.memory import advice, ledger, planner
+from precexp.memory import plan as planning
 from precexp.memory.plan import Plan, plan
 from precexp.memory.trace import Trace
+from precexp.model import build_model
+from precexp.optim import build_optimizer
+from precexp.precision import build_precision
 from precexp.run import OutOfMemory
+from precexp.train import place
 
 MIB = 2**20
 RECIPES = ("fp32", "bf16_mixed", "fp16_amp", "bf16_pure")
@@ -196,6 +201,24 @@ def test_a_model_that_reads_its_tensors_cannot_be_planned(tmp_path: Path) -> Non
         plan(config, device="cuda")
 
 
+@pytest.mark.parametrize(
+    ("reads", "operation"),
+    [
+        (lambda ids: torch.nonzero(ids), "aten.nonzero.default"),
+        (lambda ids: ids.detach().numpy(), "Tensor.numpy"),
+    ],
+)
+def test_every_way_to_read_a_tensor_is_named(
+    reads: Callable[[torch.Tensor], object], operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(model: object, optimizer: object, ids: list[torch.Tensor], *_: object, **__: object):
+        reads(ids[0])
+
+    monkeypatch.setattr(planning, "training_step", step)
+    with pytest.raises(UserError, match=rf"{operation} in test_memory\.py, line \d+"):
+        plan(config_of(), device="cuda")
+
+
 def test_planning_changes_nothing_outside() -> None:
     before = torch.nn.functional.dropout, torch.get_default_dtype(), torch.get_rng_state()
     plan(config_of("model.dropout=0.1"), device="cuda")
@@ -217,6 +240,25 @@ def test_ways_out_save_what_a_plan_of_them_says() -> None:
     assert way.saved_bytes == planned.peak_bytes - way.peak_bytes
     assert "model.gradient_checkpointing=true" in ways
     assert "optim.implementation=fused" not in ways  # the peak is elsewhere
+
+
+def test_two_ways_together_are_none_if_one_of_them_saves_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of()
+    real = plan(config, device="cpu")
+    both = 300
+
+    def fake_plan(config: RunConfig, *, device: str) -> Plan:
+        halved, saving = config.train.grad_accumulation > 1, config.model.gradient_checkpointing
+        peak = {(True, False): 500, (False, True): 300, (True, True): both}[halved, saving]
+        return dataclasses.replace(real, peak_bytes=peak)
+
+    monkeypatch.setattr(advice, "plan", fake_plan)
+    planned = dataclasses.replace(real, peak_bytes=1000)
+    assert [way.peak_bytes for way in advice.ways_out(config, planned)] == [500, 300]
+    both = 200
+    assert [way.peak_bytes for way in advice.ways_out(config, planned)] == [500, 300, 200]
 
 
 @pytest.mark.parametrize("memory", [90, 100, 169, 170, 1000, 12345])
@@ -294,7 +336,10 @@ def test_a_sweep_is_planned_side_by_side_each_arm_once(
         ),
         (["precision=fp8"], "precision: 'fp8' is not a choice"),
         (["model=hf"], "model.path: Missing mandatory value"),
-        (["plan.output=/no/such/folder/plan.json"], "plan.output: .*/no/such/folder"),
+        (["plan.output=/no/such/folder/plan.json"], "plan.output: /no/such/folder is not a folder"),
+        (["plan.output=/proc/plan.json"], "plan.output: cannot write in /proc"),
+        (["train.batch_size=10000000000000"], "train.batch_size, data.block_size: a batch of 10"),
+        (["--config-dir=nowhere"], "--config-dir: nowhere is not a folder"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -303,6 +348,22 @@ def test_a_mistake_is_one_line(
     assert run_command(*overrides) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"precexp: {message}", line), line
+
+
+def test_an_interrupt_shows_and_writes_what_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object, config: RunConfig) -> dict[str, object]:
+        if config.precision.param_dtype == "bfloat16":
+            raise KeyboardInterrupt
+        return {**plan(config, device="cuda").as_record(), "ways_out": [], "fit": None}
+
+    monkeypatch.setattr(planner.Planner, "plan", interrupted)
+    path = tmp_path / "plans.json"
+    assert run_command("-m", "precision=fp32,bf16_pure", f"plan.output={path}") == 1
+    assert capsys.readouterr().err == "precexp: interrupted; 1 of 2 planned\n"
+    (planned,) = json.loads(path.read_text())["plans"]
+    assert planned["title"] == "precision=fp32"
 
 
 def test_a_crash_of_the_planning_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +404,62 @@ def test_cuda_peaks_are_read_and_reset_at_each_phase(monkeypatch: pytest.MonkeyP
     begun = ledger.Start(device=torch.device("cuda"), baseline_bytes=40)
     peaks = ledger.step_peaks(begun, step, before=60)
     assert peaks == {"forward": 120, "backward": 150, "step": 85}
+
+
+def test_what_an_earlier_run_left_on_a_gpu_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.zeros(8, 8)  # 256 bytes
+    begun = ledger.Start(device=torch.device("cuda"), baseline_bytes=1000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1700)
+    assert ledger.held_bytes(begun, model, optimizer) == 700  # type: ignore[arg-type]
+    assert ledger.model_bytes(begun, model, optimizer) == 444  # type: ignore[arg-type]
+
+
+def test_what_the_model_takes_is_the_same_whenever_its_states_are_made() -> None:
+    """A pure bf16 run makes them when the model is placed, another one in its first step."""
+    sizes = {}
+    for precision in ("fp32", "bf16_pure"):
+        config = config_of(f"precision={precision}")
+        model = build_model(config.model, seed=1)
+        optimizer = build_optimizer(model.parameters(), config.optim, config.train, seed=1)
+        cpu = torch.device("cpu")
+        place(model, optimizer, build_precision(config.precision, device=cpu), device=cpu,
+              compiled=False)  # fmt: skip
+        sizes[precision] = ledger.model_bytes(ledger.start(cpu), model, optimizer)
+    assert sizes["fp32"] == pytest.approx(2 * sizes["bf16_pure"], rel=0.01)  # buffers are fp32
+
+
+def test_what_was_measured_outlives_a_kill_while_planning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "planned_memory", killed)
+    planned = compose(
+        [*bench.BASE, "train.max_steps=1", "train.eval_batches=1", "wandb.mode=disabled",
+         f"data.cache_dir={tmp_path}/cache"]
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        running.run(planned.config, arm=planned.arm, directory=tmp_path / "run")
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["status"] == "completed"
+    assert record["memory"]["measured"]["peak_bytes"] > 0
+
+
+def test_a_model_that_does_not_even_fit_is_explained_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(running, "place", full)
+    planned = compose(
+        [*bench.BASE, "train.max_steps=1", "wandb.mode=disabled", f"data.cache_dir={tmp_path}"]
+    )
+    with pytest.raises(OutOfMemory, match="in the build phase; planned peak "):
+        running.run(planned.config, arm=planned.arm, directory=tmp_path / "run")
 
 
 def test_running_out_of_memory_says_where_and_what_would_do(

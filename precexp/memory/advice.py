@@ -7,6 +7,7 @@ from precexp.config import AdamWConfig, RunConfig, UserError
 from precexp.memory.plan import Plan, plan
 
 _WORTH = 0.01  # of the peak: less is no way out
+_BOTH = "both of these"
 _MOST = 2**16  # blocks in a batch
 
 
@@ -48,7 +49,9 @@ def ways_out(config: RunConfig, planned: Plan) -> list[WayOut]:
                     saved_bytes=planned.peak_bytes - peak,
                 )
             )
-    return found
+    # Together two ways can save less than one of them: checkpoints of more micro-batches.
+    least = min((way.peak_bytes for way in found if way.cost != _BOTH), default=0)
+    return [way for way in found if way.cost != _BOTH or way.peak_bytes < least]
 
 
 def _candidates(config: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
@@ -73,7 +76,7 @@ def _candidates(config: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
         if halved is not None:
             both = f"train.batch_size={halved.batch_size} train.grad_accumulation="
             both += f"{halved.grad_accumulation} {overrides}"
-            yield both, "both of these", replace(config, model=saving, train=halved)
+            yield both, _BOTH, replace(config, model=saving, train=halved)
 
 
 def fit(config: RunConfig, planned: Plan, *, memory_bytes: int) -> Fit:

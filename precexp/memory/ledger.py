@@ -52,8 +52,21 @@ def held_bytes(
     if begun.baseline_bytes is not None:
         return torch.cuda.memory_allocated(begun.device) - begun.baseline_bytes
     params = list(model.parameters())
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [*params, *(p.grad for p in params), *model.buffers(), *states, *inputs]
+    states = _states(optimizer)
+    return _storage_bytes([*params, *(p.grad for p in params), *model.buffers(), *states, *inputs])
+
+
+def model_bytes(begun: Start, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
+    """What a run holds but for the optimizer's states: some are made when the model is placed."""
+    return held_bytes(begun, model, optimizer) - _storage_bytes(_states(optimizer))
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[object]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def _storage_bytes(tensors: Iterable[object]) -> int:
+    """Of the storages under the tensors, each once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors

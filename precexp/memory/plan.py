@@ -6,6 +6,7 @@ build of torch without CUDA, and where the two devices keep different things for
 the operation of the GPU is put in.
 """
 
+import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,11 @@ import torch
 import torch.nn.functional as F
 import transformers.masking_utils
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from transformers import OPTConfig, PreTrainedModel
 
 from precexp.config import AdamWConfig, AnyPrecisionConfig, ModelConfig, RunConfig, UserError
@@ -71,7 +76,7 @@ def plan(config: RunConfig, *, device: DeviceType) -> Plan:
     """The memory of a training step of the run on the device.
 
     Raises UserError for what cannot be planned: a config that the model or the recipe refuses, a
-    forward pass that reads values of its tensors.
+    batch beyond all addresses, a forward pass that reads values of its tensors.
     """
     model_config = _plannable(config.model)
     architecture = read_model_config(model_config)
@@ -85,7 +90,7 @@ def plan(config: RunConfig, *, device: DeviceType) -> Plan:
     cpu = torch.device("cpu")
     precision = build_precision(config.precision, device=cpu)
     batch, block = config.train.batch_size, config.data.block_size
-    with FakeTensorMode(), _operations_of(device):
+    with _refusals(config), FakeTensorMode(), _operations_of(device):
         model = build_model(model_config, seed=config.seed)
         optimizer = build_optimizer(
             model.parameters(), _plannable_optimizer(config), config.train, seed=config.seed
@@ -96,19 +101,16 @@ def plan(config: RunConfig, *, device: DeviceType) -> Plan:
         trace.watch_roots(model, optimizer, [ids])
         with trace.hooks(model, vocab_size=architecture.vocab_size, tokens=ids.numel()), trace:
             for _ in range(_STEPS):
-                try:
-                    training_step(
-                        model,
-                        optimizer,
-                        [ids] * min(config.train.grad_accumulation, _MICRO_BATCHES),
-                        precision,
-                        scaler,
-                        max_grad_norm=config.train.max_grad_norm,
-                        on_phase=trace.phase,
-                        host_reads=False,
-                    )
-                except DataDependentOutputException as error:
-                    raise _host_read(error, config.model) from None
+                training_step(
+                    model,
+                    optimizer,
+                    [ids] * min(config.train.grad_accumulation, _MICRO_BATCHES),
+                    precision,
+                    scaler,
+                    max_grad_norm=config.train.max_grad_norm,
+                    on_phase=trace.phase,
+                    host_reads=False,
+                )
                 trace.tag_states(model, optimizer)
                 trace.phase("")
                 optimizer.zero_grad(set_to_none=True)
@@ -156,12 +158,42 @@ def _plannable_optimizer(config: RunConfig) -> AnyPrecisionConfig | AdamWConfig:
     return optim
 
 
-def _host_read(error: DataDependentOutputException, model: ModelConfig) -> UserError:
+@contextmanager
+def _refusals(config: RunConfig) -> Iterator[None]:
+    """Turns what fake tensors cannot do with a user's config into a UserError."""
+    try:
+        with _silenced("torch._subclasses.fake_tensor"):  # it logs what it raises
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise _host_read(str(error.func), error, config.model) from None
+    except RuntimeError as error:
+        if ".numpy() is not supported" in str(error):
+            raise _host_read("Tensor.numpy", error, config.model) from None
+        if "Storage size calculation overflowed" in str(error):
+            batch, block = config.train.batch_size, config.data.block_size
+            raise UserError(
+                f"train.batch_size, data.block_size: a batch of {batch} x {block} tokens is more "
+                "than a machine can address; allowed: a smaller one"
+            ) from None
+        raise
+
+
+@contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _host_read(operation: str, error: Exception, model: ModelConfig) -> UserError:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename and "/precexp/" not in f.filename]
     frame = (own or frames)[-1]
     return UserError(
-        f"plan: model={model.name} reads a value of a tensor ({error.func} in "
+        f"plan: model={model.name} reads a value of a tensor ({operation} in "
         f"{Path(frame.filename).name}, line {frame.lineno}), which a plan has not got"
     )
 

@@ -86,9 +86,9 @@ def memory_section(report: Report) -> Iterator[str]:
     )
     yield ""
     yield (
-        "*Allocated* is what the allocator handed out: *init* after the model was built, *alloc "
-        "delta* what stays allocated between steps beyond that, *peaked delta* how far a step "
-        "rises above. *Reserved* is what the caching allocator holds, *process* what nvidia-smi "
+        "*Allocated* is what the allocator handed out: *init* the model as placed, *alloc delta* "
+        "what stays allocated between steps beyond that (the optimizer's states), *peaked delta* "
+        "how far a step rises above. *Reserved* is what the caching allocator holds, *process* what nvidia-smi "
         "shows; both are measured on CUDA alone."
     )
 
