@@ -3,7 +3,8 @@
 Reports read the record on disk, so no failure of wandb stops a run: it becomes a line in `notices`.
 
 What wandb keeps goes under the run's directory. Of the machine it gets the host name alone: no
-command line, user name, git state, code, packages or terminal output. run.json has the environment.
+command line, script, user name, git state, code, packages or terminal output. run.json has the
+environment. `precexp.dashboard` opens its run here too, so these rules hold for it as well.
 """
 
 import dataclasses
@@ -12,8 +13,9 @@ import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -38,16 +40,24 @@ WANDB_MODES: dict[str, Mode] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """What tells a wandb run from the others of its project."""
+
+    group: str
+    job_type: str
+    name: str
+    fixed_id: str | None = None  # goes on with the run of this id if the server has it
+
+
 def check_login(config: WandbConfig) -> None:
     """Raises UserError if the run is to be online and nobody is logged in. Asks no one, no server.
 
     Imports wandb only if the run is to be online.
     """
-    if _mode(config) == "online":
-        with _environment():
-            problem = _login_problem()
-        if problem is not None:
-            raise _no_login(problem)
+    if mode_of(config) == "online":
+        with environment():
+            offline_reason("online")
 
 
 class Tracker:
@@ -68,10 +78,12 @@ class Tracker:
         self._run: wandb.Run | None = None
 
     def __enter__(self) -> "Tracker":
-        mode = _mode(self._config)
+        mode = mode_of(self._config)
         if mode != "disabled":
-            with _environment(cache=self._directory):
-                self._start(mode)
+            with environment(self._directory):
+                reason = offline_reason(mode)
+                with self._until_failure("before its first row"):
+                    self._start(reason)
         return self
 
     def __exit__(
@@ -87,6 +99,7 @@ class Tracker:
         if self._run is None:
             return
         values = {k: v for k, v in dataclasses.asdict(row).items() if v is not None}
+        values["skipped"] = int(row.skipped)  # a number, to be drawn
         with self._until_failure(f"at step {row.step}"):
             self._run.log(values, step=row.step, commit=True)
 
@@ -98,54 +111,27 @@ class Tracker:
             self._run.summary.update(_summary(record))
             self._close(exit_code=0 if record.status == "completed" else 1)
 
-    def _start(self, mode: Mode) -> None:
-        """Opens the wandb run: online if that is asked for and possible, else offline."""
-        reason = "as asked" if mode == "offline" else _login_problem()
-        if mode == "online" and reason is not None:
-            raise _no_login(reason)
-        if reason is None:
-            try:
-                self._run = self._open("online")
-                self.notices.append(f"wandb: {self._run.url}")
-            except Exception as error:  # any: no network, a refused key, a broken server
-                reason = one_line(error)
-        with self._until_failure("before its first row"):
-            if self._run is None:
-                self._run = self._open("offline")
-                self.notices.append(f"wandb: offline ({reason}); to upload: {self._upload_all()}")
-            _define_axes(self._run)
-
-    def _open(self, mode: Literal["online", "offline"]) -> "wandb.Run":
-        import wandb
-
+    def _start(self, reason: str | None) -> None:
+        """Opens the wandb run: offline for this reason; online, if possible, where it is None."""
         record, label = self._record, str(self._record.arm["label"])
-        # Ours, because WANDB_RUN_ID would give one id to every run of a sweep.
-        run_id = secrets.token_hex(6)
-        try:
-            return wandb.init(
-                mode=mode,
-                id=run_id,
-                dir=str(self._directory),
-                project=self._config.project,
-                entity=self._config.entity,
-                group=self._group,
-                job_type=label,
-                name=f"{label}-seed-{record.seed}",
-                tags=self._config.tags or None,  # None: those of WANDB_TAGS
-                config={
-                    **record.config,
-                    "arm": record.arm,
-                    "run_id": record.run_id,
-                    "config_hash": record.config_hash,
-                    "match_key": record.match_key,
-                },
-                reinit="create_new",  # by default, a run that is still open would be handed out
-                settings=_settings(),
-            )
-        except Exception:
-            for folder in (self._directory / "wandb").glob(f"*run-*-{run_id}"):
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+        identity = RunIdentity(
+            group=self._group, job_type=label, name=f"{label}-seed-{record.seed}"
+        )
+        values = {
+            **record.config,
+            "arm": record.arm,
+            "run_id": record.run_id,
+            "config_hash": record.config_hash,
+            "match_key": record.match_key,
+        }
+        self._run, reason = start_run(
+            self._config, identity, directory=self._directory, values=values, reason=reason
+        )
+        if reason is None:
+            self.notices.append(f"wandb: {self._run.url}")
+        else:
+            self.notices.append(f"wandb: offline ({reason}); to upload: {self._upload_all()}")
+        _define_axes(self._run)
 
     def _upload_all(self) -> str:
         """The command that uploads this run and the others of its sweep: one line for them all."""
@@ -165,7 +151,7 @@ class Tracker:
         try:
             run.finish(exit_code=exit_code)
         except TimeoutError:
-            self.notices.append(f"wandb: upload given up; to complete it: {_upload(run)}")
+            self.notices.append(f"wandb: upload given up; to complete it: {upload_command(run)}")
 
     @contextmanager
     def _until_failure(self, when: str) -> Iterator[None]:
@@ -183,7 +169,7 @@ class Tracker:
                 wandb.teardown(exit_code=1)
 
 
-def _mode(config: WandbConfig) -> Mode:
+def mode_of(config: WandbConfig) -> Mode:
     """The mode asked for: config.mode, or under auto WANDB_MODE where that is set."""
     asked = os.environ.get("WANDB_MODE")
     if config.mode != "auto" or not asked:
@@ -191,6 +177,94 @@ def _mode(config: WandbConfig) -> Mode:
     if asked not in WANDB_MODES:
         raise UserError(f"WANDB_MODE: {asked!r} is not allowed; allowed: {', '.join(WANDB_MODES)}")
     return WANDB_MODES[asked]
+
+
+def offline_reason(mode: Mode) -> str | None:
+    """Why a run will be offline, as far as this machine knows; None if it can go online.
+
+    Raises UserError if it is to be online and cannot. Call it inside `environment`.
+    """
+    problem = None if mode == "offline" else _login_problem()
+    if mode == "online" and problem is not None:
+        raise UserError(
+            f"wandb.mode: online is not possible ({problem}); run `wandb login`, set "
+            "WANDB_API_KEY, or choose auto, offline or disabled"
+        )
+    return "as asked" if mode == "offline" else problem
+
+
+def start_run(
+    config: WandbConfig,
+    identity: RunIdentity,
+    *,
+    directory: Path,
+    values: Mapping[str, object],
+    reason: str | None,
+) -> tuple["wandb.Run", str | None]:
+    """Opens a wandb run, and says why it is offline; None if it is online.
+
+    Online is tried where `reason` is None; what then goes wrong becomes the reason. `values` are
+    its config. Call it inside `environment`.
+    """
+    if reason is None:
+        try:
+            return _open(config, identity, directory=directory, values=values, mode="online"), None
+        except Exception as error:  # any: no network, a refused key, a broken server
+            reason = one_line(error)
+            if identity.fixed_id is not None:  # it is taken until the service ends
+                import wandb
+
+                wandb.teardown()
+    return _open(config, identity, directory=directory, values=values, mode="offline"), reason
+
+
+def _open(
+    config: WandbConfig,
+    identity: RunIdentity,
+    *,
+    directory: Path,
+    values: Mapping[str, object],
+    mode: Literal["online", "offline"],
+) -> "wandb.Run":
+    import wandb
+
+    # Ours, because WANDB_RUN_ID would give one id to every run of a sweep.
+    run_id = identity.fixed_id or secrets.token_hex(6)
+    try:
+        return wandb.init(
+            mode=mode,
+            id=run_id,
+            resume="allow" if identity.fixed_id and mode == "online" else None,
+            dir=str(directory),
+            project=config.project,
+            entity=config.entity,
+            group=identity.group,
+            job_type=identity.job_type,
+            name=identity.name,
+            tags=config.tags or None,  # None: those of WANDB_TAGS
+            config=dict(values),
+            reinit="create_new",  # by default, a run that is still open would be handed out
+            settings=_settings(),
+        )
+    except Exception:
+        remove_runs(directory, run_id)
+        raise
+
+
+def wandb_ids(directory: Path) -> list[str]:
+    """The ids of the wandb runs that were opened for the run recorded in the directory."""
+    return sorted({path.name.rpartition("-")[2] for path in _folders(directory, "*")})
+
+
+def remove_runs(directory: Path, run_id: str) -> None:
+    """Removes what wandb keeps under the directory of the run of this id."""
+    for folder in _folders(directory, run_id):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(directory: Path, run_id: str) -> Iterator[Path]:
+    """wandb's folders, online and offline, as it names them: [offline-]run-TIME-ID."""
+    return (directory / "wandb").glob(f"*run-*-{run_id}")
 
 
 def _login_problem() -> str | None:
@@ -206,24 +280,23 @@ def _login_problem() -> str | None:
         return one_line(error)
 
 
-def _no_login(problem: str) -> UserError:
-    return UserError(
-        f"wandb.mode: online is not possible ({problem}); run `wandb login`, set WANDB_API_KEY, or "
-        "choose auto, offline or disabled"
-    )
-
-
 @contextmanager
-def _environment(cache: Path | None = None) -> Iterator[None]:
-    """Variables that wandb reads while it starts and has no argument for."""
+def environment(directory: Path | None = None) -> Iterator[None]:
+    """Variables that wandb reads while it starts and has no argument for.
+
+    `directory` is where it is to keep what it writes.
+    """
     variables = {
         "WANDB_SILENT": "true",  # it prints before it has seen any settings of ours
         "WANDB_MODE": "online",  # otherwise login would not look for a key; init is told the mode
         # Reports of its own errors: a process would wait 12 s at its end to send them nowhere.
         "WANDB_ERROR_REPORTING": "false",
+        "WANDB_HTTP_TIMEOUT": str(FINISH_SECONDS),  # for each request of its public API
     }
-    if cache is not None:
-        variables["WANDB_CACHE_DIR"] = str(cache.absolute())  # its service's log
+    if directory is not None:
+        variables["WANDB_CACHE_DIR"] = str(directory.absolute())  # its service's log
+        # Tables that are still to be uploaded: an offline run refers to them.
+        variables["WANDB_DATA_DIR"] = str((directory / "wandb").absolute())
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -245,6 +318,7 @@ def _settings() -> "wandb.Settings":
         finish_timeout_raises=True,
         silent=True,
         console="off",
+        program="precexp",  # the script's path otherwise
         symlink=False,
         disable_git=True,
         disable_code=True,
@@ -276,12 +350,18 @@ def _summary(record: RunRecord) -> dict[str, object]:
         "error": record.error,
         "results": record.results,
         "timing": record.timing,
+        "memory": {key: _peak(record.memory.get(key)) for key in ("planned", "measured")},
         "evidence": evidence,
         "bytes_per_param": census.get("bytes_per_param"),
     }
     return json.loads(to_json(summary))
 
 
-def _upload(run: "wandb.Run") -> str:
+def _peak(memory: object) -> dict[str, object] | None:
+    """The peak alone: run.json has what it is made of."""
+    return {"peak_bytes": memory.get("peak_bytes")} if isinstance(memory, Mapping) else None
+
+
+def upload_command(run: "wandb.Run") -> str:
     """The command that uploads what the run has kept on disk."""
     return shlex.join(["wandb", "sync", str(Path(run.dir).parent)])

@@ -130,7 +130,7 @@ def test_a_sweep_lays_out_matched_runs_and_reports_them(
     assert len({r["evidence"]["data_hash"] for r in found.values()}) == 2
     assert len({r["match_key"] for r in found.values()}) == 1
     report = {p.name for p in (directory / "report").iterdir()}
-    assert {"report.md", "runs.csv", "arms.csv", "loss_curves.svg", "loss_curves.png"} <= report
+    assert {"report.html", "report.md", "runs.csv", "arms.csv", "loss_curves.svg"} <= report
     with (directory / "report" / "runs.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 8
 

@@ -18,6 +18,7 @@ from precexp.report.plots import draw_loss_curves
 from tests.test_report import FakeRun, arms_of, pair_of_arms, report_on, write_sweep
 
 OUTPUTS = (
+    "report.html",
     "report.md",
     "runs.csv",
     "arms.csv",
@@ -239,7 +240,7 @@ def test_links_lead_from_the_report_to_the_runs(tmp_path: Path) -> None:
     write_report(report_on(tmp_path / "a sweep"), output)
     text = (output / "report.md").read_text(encoding="utf-8")
     link = text.split("[record](")[1].split(")")[0].replace("%20", " ")
-    assert (output / link).resolve() == place
+    assert (output / link).resolve() == place / "run.json"
 
 
 def test_the_terminal_report_is_plain_in_80_columns(tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_the_terminal_report_is_plain_in_80_columns(tmp_path: Path) -> None:
     tables, where = text.split("\nReport: ")
     assert max(map(len, tables.splitlines())) <= 80
     assert "\x1b" not in text
-    assert where.strip() == str(tmp_path / "report" / "report.md")
+    assert where.strip() == str(tmp_path / "report" / "report.html")
     assert "undecided" in text
     assert "missing: planned, but never started" in text
     assert "3 of 7 runs completed." in text
@@ -353,7 +354,7 @@ def test_the_command_writes_where_it_is_told(
     assert sorted(path.name for path in output.iterdir()) == sorted(OUTPUTS)
     arms = rows_of(output / "arms.csv")
     assert (arms[0]["label"], arms[0]["margin"]) == ("bf16_pure-anyprecision", "0.06")
-    assert str(output / "report.md") in capsys.readouterr().out
+    assert str(output / "report.html") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

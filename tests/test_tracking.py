@@ -3,8 +3,6 @@
 Offline runs are read back with wandb's own reader, online ones by a stand-in for its server.
 """
 
-import http.server
-import json
 import math
 import os
 import socket
@@ -14,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -24,9 +22,17 @@ import pytest
 from precexp import tracking
 from precexp.config import UserError, WandbConfig
 from precexp.record import Row, RunRecord
-from precexp.tracking import Tracker, check_login
+from precexp.tracking import Tracker, check_login, wandb_ids
+from tests.wandb_server import (
+    KEY,
+    WandbServer,
+    clean_wandb,
+    only,
+    records_of,
+    serving,
+    summary_of,
+)
 
-KEY = "0123456789" * 4  # wandb wants 40 characters
 TOKEN = "hf_thetokenthatmustnotleak"
 
 
@@ -51,6 +57,10 @@ def make_record(*, seed: int = 1, status: Literal["running", "completed"] = "run
         evidence={"init_hash": "e" * 64, "data_hash": "f" * 64, "data_hash_at": {"2": "f" * 64}},
         census={"bytes_per_param": {"weights": 2.0, "total": 10.0}, "tensors": []},
         timing={"tokens_per_second": 21034.5},
+        memory={
+            "planned": {"peak_bytes": 1000, "categories": {"weights": 400}},
+            "measured": {"peak_bytes": 1010, "reserved_bytes": 2000},
+        },
         results={"final_eval_loss": 5.25, "skipped_steps": 1},
     )
 
@@ -79,50 +89,10 @@ ROWS = [
 ]
 
 
-@contextmanager
-def clean_wandb(home: Path) -> Iterator[pytest.MonkeyPatch]:
-    """A machine where nobody is logged in, and a process that has not used wandb yet."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in os.environ:
-            if name.startswith("WANDB_") or name == "NETRC":
-                patch.delenv(name)
-        patch.setenv("HOME", str(home))
-        yield patch
-        if "wandb" in sys.modules:
-            import wandb
-
-            wandb.teardown()
-            patch.delenv("WANDB_SERVICE", raising=False)
-
-
 @pytest.fixture(autouse=True)
 def _clean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with clean_wandb(tmp_path_factory.mktemp("home")):
         yield
-
-
-def records_of(directory: Path) -> list[dict[str, dict]]:
-    """What the one wandb run under the run's directory holds, in wandb's own words."""
-    (folder,) = (directory / "wandb").glob("*run-*")
-    result = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)],
-        env={**os.environ, "WANDB_MODE": "offline"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line) for line in result.stdout.splitlines()]
-
-
-def only(records: list[dict[str, dict]], kind: str) -> list[dict]:
-    return [record[kind] for record in records if kind in record]
-
-
-def summary_of(records: list[dict[str, dict]]) -> dict:
-    merged = {}
-    for summary in only(records, "summary"):
-        merged |= summary["update"]
-    return merged
 
 
 @pytest.fixture(scope="module")
@@ -170,11 +140,11 @@ def test_rows_are_those_of_the_record(completed: list[dict[str, dict]]) -> None:
         "loss": 5.5,
         "grad_norm": 0.85,
         "lr": 9.1e-4,
-        "skipped": False,
+        "skipped": 0,
         "step_seconds": 0.1,
         "probes.update_lost": 0.25,
     }
-    assert ours[1] == {**ours[0], "step": 2, "tokens": 4096, "skipped": True, "eval_loss": 5.25}
+    assert ours[1] == {**ours[0], "step": 2, "tokens": 4096, "skipped": 1, "eval_loss": 5.25}
     assert [item["step"] for item in ours] == [item["_step"] for item in items] == [1, 2, 3, 4]
 
 
@@ -242,6 +212,8 @@ def test_the_summary_is_the_outcome_of_the_record(completed: list[dict[str, dict
     assert summary["timing"] == record.timing
     assert summary["evidence"] == {"init_hash": "e" * 64, "data_hash": "f" * 64}
     assert summary["bytes_per_param"] == {"weights": 2.0, "total": 10.0}
+    peaks = {"planned": {"peak_bytes": 1000}, "measured": {"peak_bytes": 1010}}
+    assert summary["memory"] == peaks
     assert summary["eval_loss"] == {"min": 5.25, "last": 5.75}
 
 
@@ -306,7 +278,7 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from test_tracking import track, wandb_config
+    from tests.test_tracking import track, wandb_config
     from precexp import tracking
     from precexp.tracking import check_login
 
@@ -330,7 +302,7 @@ def run_script(
     """The lines of a process that tracks a run and nothing else; it prints no more than them."""
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, mode, str(directory)],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
         env={**os.environ, **environment},
         stdin=stdin,
         capture_output=True,
@@ -434,89 +406,30 @@ def test_a_server_out_of_reach_means_offline_in_bounded_time(server: str, tmp_pa
     assert len(only(records_of(tmp_path), "history")) == len(ROWS)
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Stands in for a wandb server: keeps what is sent, answers what a run needs."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.runs: list[dict] = []
-        self.streamed: list[dict] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def answer(self, path: str, body: dict) -> dict:
-        if path != "/graphql":
-            self.streamed.append(body)
-            return {}
-        if body["operationName"] == "UpsertBucket":
-            self.runs.append(body["variables"])
-            project = {"name": "precexp", "entity": {"name": "somebody"}}
-            bucket = {"id": "1", "name": body["variables"]["name"], "project": project}
-            return {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
-        if body["operationName"] == "CreateRunFiles":
-            files = [{"name": n, "uploadUrl": self.url} for n in body["variables"]["files"]]
-            return {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}}
-        return {"errors": [{"message": "not here"}]}
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        assert isinstance(self.server, Server)
-        body = json.loads(self.read())
-        self.reply(json.dumps(self.server.answer(self.path, body)).encode())
-
-    def do_PUT(self) -> None:
-        self.read()
-        self.reply(b"{}")
-
-    def read(self) -> bytes:
-        return self.rfile.read(int(self.headers["Content-Length"]))
-
-    def reply(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    with Server() as server:
-        monkeypatch.setenv("WANDB_API_KEY", KEY)
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}).start()
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    with serving(monkeypatch) as server:
         yield server
-        server.shutdown()
 
 
 def test_with_a_key_auto_is_online_and_says_where(
-    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    server: WandbServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (notice,) = track(wandb_config("auto"), tmp_path)
-    run = server.runs[0]
+    run = server.upserts[0]
     assert notice == f"wandb: {server.url}/somebody/precexp/runs/{run['name']}"
     assert (run["project"], run["groupName"]) == ("precexp", "sweep")
     assert run["jobType"] == "bf16_pure-anyprecision-false"
-    history = [
-        json.loads(line)
-        for body in server.streamed
-        for line in body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
-    ]
-    assert [row["step"] for row in history] == [1, 2, 3, 4]
-    assert [body["exitcode"] for body in server.streamed if "exitcode" in body] == [0]
+    assert run["program"] == "precexp", "not the path of the script"
+    kept = server.runs[run["name"]]
+    assert [row["step"] for row in kept.rows] == [1, 2, 3, 4]
+    assert kept.exit_codes == [0]
+    assert wandb_ids(tmp_path) == [run["name"]]
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_server_lost_on_the_way_costs_bounded_time_and_no_row(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: WandbServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracking, "FINISH_SECONDS", 1)
     with Tracker(

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from precexp.config import Metric, UserError, conf_dir
 from precexp.record import read_record
-from precexp.report import build_report, print_report, write_report
+from precexp.report import Report, build_report, print_report, write_report
 from precexp.report.build import METRICS
 from precexp.report.read import block, number
 
@@ -57,15 +57,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         arguments = parse_arguments(argv)
-        recorded = recorded_settings(arguments.directories)
-        report = build_report(
-            arguments.directories,
-            reference=arguments.reference or recorded.reference,
-            margin=recorded.margin if arguments.margin is None else arguments.margin,
-            metric=arguments.metric or recorded.metric,
-            filters=arguments.filters,
-            force=arguments.force,
-        )
+        report = report_for(arguments)
         write_report(report, arguments.output)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -108,6 +100,19 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         filters=filters,
         force=force,
         output=Path(values["--output"]) if "--output" in values else None,
+    )
+
+
+def report_for(arguments: Arguments) -> Report:
+    """The report asked for; what is not given is taken from the records. UserError as there."""
+    recorded = recorded_settings(arguments.directories)
+    return build_report(
+        arguments.directories,
+        reference=arguments.reference or recorded.reference,
+        margin=recorded.margin if arguments.margin is None else arguments.margin,
+        metric=arguments.metric or recorded.metric,
+        filters=arguments.filters,
+        force=arguments.force,
     )
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from precexp.report.build import Report, mean_of, named_arms, timing
-from precexp.report.tables import NOTHING, markdown_table, plural, short, whole
+from precexp.report.tables import NOTHING, as_text, markdown_table, plural, short, whole
 
 
 def speed_section(report: Report) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _counted(values: Counter[str]) -> str:
 def _spelled(value: object) -> str:
     if value is None:
         return NOTHING
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else as_text(str(value))
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

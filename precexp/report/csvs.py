@@ -22,10 +22,19 @@ Cell = str | int | float | None
 
 
 def write_csvs(report: Report, output: Path) -> None:
-    """runs.csv, a row per planned or recorded run, and arms.csv, a row per arm and match group."""
-    _write_csv(output / "runs.csv", RUN_COLUMNS, [_run_row(run) for run in report.runs])
-    arms = [_arm_row(arm, group, report) for group in report.groups for arm in group.arms]
-    _write_csv(output / "arms.csv", ARM_COLUMNS, arms)
+    """runs.csv and arms.csv."""
+    _write_csv(output / "runs.csv", RUN_COLUMNS, run_rows(report))
+    _write_csv(output / "arms.csv", ARM_COLUMNS, arm_rows(report))
+
+
+def run_rows(report: Report) -> list[dict[str, Cell]]:
+    """A row per planned or recorded run: {column: cell}."""
+    return [_run_row(run) for run in report.runs]
+
+
+def arm_rows(report: Report) -> list[dict[str, Cell]]:
+    """A row per arm and match group: {column: cell}."""
+    return [_arm_row(arm, group, report) for group in report.groups for arm in group.arms]
 
 
 RUN_COLUMNS = (

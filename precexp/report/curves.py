@@ -11,6 +11,7 @@ from precexp.report.read import Curve
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
+EARLY = 0.1  # the share of the steps whose values do not set the limits of an axis
 NUM_BUCKETS = 300  # about one per two pixels of a panel
 
 

@@ -20,6 +20,7 @@ from precexp.report.memory import memory_section
 from precexp.report.read import ReportedRun
 from precexp.report.tables import (
     NOTHING,
+    as_text,
     escape,
     fixed,
     heading,
@@ -149,7 +150,7 @@ def _runs(report: Report, output: Path) -> Iterator[str]:
     for run, text in failures:
         name = names.get(run.directory) or f"`{run.label or run.directory}`"
         seed = "" if run.seed is None else f", seed {run.seed}"
-        yield f"- **{name}{seed}**: {escape(text)}"
+        yield f"- **{name}{seed}**: {as_text(text)}"
     if failures:
         yield ""
     else:
@@ -167,11 +168,14 @@ def _runs(report: Report, output: Path) -> Iterator[str]:
         yield ""
         yield "### Notices"
         yield ""
-        yield from (f"- {escape(text)} ({plural(count, 'run')})" for text, count in notices.items())
+        yield from (
+            f"- {as_text(text)} ({plural(count, 'run')})" for text, count in notices.items()
+        )
 
 
 def _run_cells(run: ReportedRun, output: Path) -> Sequence[str]:
     evidence = run.record.evidence if run.record else {}
+    loss = result(run, "final_eval_loss")
     return (
         NOTHING if run.seed is None else str(run.seed),
         "incomplete" if run.status == "running" else run.status,
@@ -179,7 +183,7 @@ def _run_cells(run: ReportedRun, output: Path) -> Sequence[str]:
         whole(result(run, "applied_steps")),
         whole(result(run, "skipped_steps")),
         whole(result(run, "tokens")),
-        fixed(result(run, "final_eval_loss")),
+        NOTHING if loss is None else link_to(run.directory, output, fixed(loss)),
         fixed(result(run, "final_train_loss")),
         fixed(result(run, "eval_perplexity"), 2),
         str(evidence.get("init_hash") or NOTHING)[:8],

@@ -88,8 +88,8 @@ def memory_section(report: Report) -> Iterator[str]:
     yield (
         "*Allocated* is what the allocator handed out: *init* the model as placed, *alloc delta* "
         "what stays allocated between steps beyond that (the optimizer's states), *peaked delta* "
-        "how far a step rises above. *Reserved* is what the caching allocator holds, *process* what nvidia-smi "
-        "shows; both are measured on CUDA alone."
+        "how far a step rises above. *Reserved* is what the caching allocator holds, *process* "
+        "what nvidia-smi shows; both are measured on CUDA alone."
     )
 
 

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from precexp.report.build import ArmResult, Group, Report
 from precexp.report.curves import (
+    EARLY,
     Band,
     Floats,
     difference_band,
@@ -46,7 +47,6 @@ STYLE = {
     "axes.axisbelow": True,
 }
 PNG_DPI = 200  # 2x
-EARLY = 0.1  # the share of the steps whose losses do not set the limits of an axis
 
 
 def write_loss_curves(report: Report, output: Path) -> None:

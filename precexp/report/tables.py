@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from precexp.report.build import ArmResult, Group
 
 MIB = 2**20
 NOTHING = "–"  # not measured
+MARKS = re.compile(r"[*_`\[\]]")
 
 
 def verdict_of(arm: ArmResult, group: Group) -> str | None:
@@ -64,9 +66,16 @@ def heading(group: Group) -> Iterator[str]:
 
 
 def link_to(directory: Path, output: Path, text: str) -> str:
-    """A link to a run's directory, relative to where the report lies."""
-    relative = Path(os.path.relpath(directory.resolve(), output.resolve())).as_posix()
-    return f"[{text}]({urllib.parse.quote(relative)})"
+    """A link to a run's record, relative to where the report lies."""
+    return f"[{text}]({address_of(directory, output)})"
+
+
+def address_of(directory: Path, output: Path) -> str:
+    """The run's run.json, or what else there is, as a URL relative to where the report lies."""
+    record = directory / "run.json"
+    found = record if record.exists() else directory
+    relative = Path(os.path.relpath(found.resolve(), output.resolve()))
+    return urllib.parse.quote(relative.as_posix())
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -75,6 +84,11 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterat
     yield f"|{'---|' * len(head)}"
     for row in rows:
         yield f"| {' | '.join(escape(cell) for cell in row)} |"
+
+
+def as_text(text: str) -> str:
+    """The text on one line, with nothing in it that Markdown would read as its own."""
+    return MARKS.sub(r"\\\g<0>", escape(text))
 
 
 def escape(text: str) -> str:

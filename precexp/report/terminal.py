@@ -38,7 +38,7 @@ def print_report(report: Report, console: Console, output: Path | None = None) -
     num_completed = sum(run.status == "completed" for run in report.runs)
     console.print(Text(f"{num_completed} of {plural(len(report.runs), 'run')} completed."))
     # soft_wrap: a path broken over two lines cannot be copied
-    console.print(Text(f"Report: {(output or report.output) / 'report.md'}"), soft_wrap=True)
+    console.print(Text(f"Report: {(output or report.output) / 'report.html'}"), soft_wrap=True)
 
 
 def _table(group: Group, *, label_width: int) -> Table:
@@ -106,5 +106,5 @@ def _notes(group: Group, report: Report) -> list[str]:
     refused = group.evidence.refused
     if refused:
         count = plural(len(refused), "run")
-        notes.append(f"{count} left out: the evidence disagrees (see Matched check in report.md).")
+        notes.append(f"{count} left out: the evidence disagrees (see Matched check in the report).")
     return notes

@@ -4,13 +4,14 @@ from pathlib import Path
 
 from precexp.report.build import Report
 from precexp.report.csvs import write_csvs
+from precexp.report.html import render_html
 from precexp.report.latex import render_latex
 from precexp.report.markdown import render_markdown
 from precexp.report.memory import peak_categories
 
 
 def write_report(report: Report, output: Path | None = None) -> None:
-    """report.md, runs.csv, arms.csv, arms.tex and the figures; by default in `report.output`.
+    """report.html, report.md, the tables and the figures; by default in `report.output`.
 
     The same records give the same bytes. Raises OSError if the directory cannot be written.
     """
@@ -24,3 +25,4 @@ def write_report(report: Report, output: Path | None = None) -> None:
         write_memory_figure(categories, output / "memory")
     (output / "arms.tex").write_text(render_latex(report), encoding="utf-8")
     (output / "report.md").write_text(render_markdown(report, output), encoding="utf-8")
+    (output / "report.html").write_text(render_html(report, output), encoding="utf-8")
