@@ -147,7 +147,7 @@ def _table(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> "wandb
     import wandb
 
     kept = [column for column in columns if column not in LOCAL_COLUMNS]
-    return wandb.Table(columns=kept, data=[[row[column] for column in kept] for row in rows])
+    return wandb.Table(columns=[*kept], data=[[row[column] for column in kept] for row in rows])
 
 
 def _summary(comparison: Comparison) -> dict[str, object]:

@@ -23,7 +23,7 @@ def curve_of(*eval_losses: float, seconds: float = 1.0, tokens: int = 100) -> Cu
     return Curve(
         step=steps,
         tokens=steps * tokens,
-        seconds=steps * seconds,
+        seconds=np.multiply(steps, seconds, dtype=np.float64),
         loss=np.full(count, 5.0),
         eval_loss=np.array(eval_losses),
         grad_norm=np.ones(count),
