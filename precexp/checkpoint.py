@@ -1,69 +1,180 @@
 """What a run needs to go on from a step: tensors as safetensors, the rest as JSON, no pickle."""
 
 import hashlib
+import json
 import os
+import random
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from precexp.data import Batches
-from precexp.record import to_json
+from precexp.record import one_line, to_json
 
 SCHEMA = 1
-KEEP_LAST = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One that was found whole: its files are as long and hash as they did when it was written."""
+
+    directory: Path
+    step: int
+    tokens: int  # served up to and in the step
+    facts: Mapping[str, Any]  # checkpoint.json
 
 
 def save_checkpoint(
     directory: Path,
     *,
     step: int,
+    tokens: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     batches: Batches,
     config_hash: str,
+    keep_last: int,
 ) -> Path:
-    """Writes `directory`/step-<step>/ whole or not at all, and keeps the last two.
+    """Writes `directory`/step-<step>/ whole or not at all, and keeps the last few.
 
     It holds model.safetensors (tied parameters once), optimizer.safetensors (states in their own
-    dtypes, as <parameter>/<state>), rng.safetensors and checkpoint.json with the files' sha256.
+    dtypes, as <parameter>/<state>), rng.safetensors and checkpoint.json with the files' sizes and
+    sha256. Raises OSError if it cannot be written; the earlier ones are there still.
     """
     final = directory / f"step-{step:08d}"
     partial = directory / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    files = {
-        "model.safetensors": {name: param.detach() for param, name in names.items()},
-        "optimizer.safetensors": {
-            f"{names[param]}/{key}": value
-            for param, state in optimizer.state.items()
-            for key, value in state.items()
-        },
-        "rng.safetensors": _rng_states(),
-    }
-    for name, tensors in files.items():
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial / name)
-    facts = {
-        "schema": SCHEMA,
-        "step": step,
-        "config_hash": config_hash,
-        "position": batches.position,
-        "data_hash": batches.data_hash,
-        "scaler": scaler.state_dict(),
-        "sha256": {name: _sha256(partial / name) for name in files},
-    }
-    (partial / "checkpoint.json").write_text(to_json(facts, indent=2) + "\n", encoding="utf-8")
-    for path in (*partial.iterdir(), partial):
-        _sync(path)
-    partial.rename(final)
+    try:
+        partial.mkdir(parents=True)
+        names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+        files = {
+            "model.safetensors": {name: param.detach() for param, name in names.items()},
+            "optimizer.safetensors": {
+                f"{names[param]}/{key}": value
+                for param, state in optimizer.state.items()
+                for key, value in state.items()
+            },
+            "rng.safetensors": _rng_states(),
+        }
+        for name, tensors in files.items():
+            contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            save_file(contiguous, partial / name)
+        facts = {
+            "schema": SCHEMA,
+            "step": step,
+            "tokens": tokens,
+            "config_hash": config_hash,
+            "position": batches.position,
+            "data_hash": batches.data_hash,
+            "scaler": scaler.state_dict(),
+            "states": list(dict.fromkeys(key for s in optimizer.state.values() for key in s)),
+            "rng": {"python": random.getstate(), "numpy": _numpy_state()},
+            "bytes": {name: (partial / name).stat().st_size for name in files},
+            "sha256": {name: _sha256(partial / name) for name in files},
+        }
+        (partial / "checkpoint.json").write_text(to_json(facts, indent=1) + "\n", encoding="utf-8")
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        shutil.rmtree(final, ignore_errors=True)  # one that was found damaged
+        partial.rename(final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"{final}: checkpoint not written ({one_line(error)})") from error
     _sync(directory)
-    for old in sorted(directory.glob("step-*"))[:-KEEP_LAST]:
-        shutil.rmtree(old)
+    for old in _steps(directory)[:-keep_last]:
+        shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def find_checkpoint(
+    directory: Path, *, config_hash: str, last_step: int
+) -> tuple[Checkpoint | None, Sequence[str]]:
+    """The newest whole checkpoint of this config up to a step, and a line per damaged one."""
+    problems: list[str] = []
+    for folder in reversed(_steps(directory)):
+        try:
+            checkpoint = _verified(folder, config_hash=config_hash)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"checkpoint {folder.name} is damaged and not used ({one_line(error)})")
+            continue
+        if checkpoint.step <= last_step:
+            return checkpoint, problems
+        problems.append(f"checkpoint {folder.name} is beyond the recorded rows and not used")
+    return None, problems
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    batches: Batches,
+) -> None:
+    """Puts everything back as it was after the step, each tensor in the dtype it was saved in."""
+    folder, facts = checkpoint.directory, checkpoint.facts
+    weights = load_file(folder / "model.safetensors")
+    names: dict[Tensor, str] = {}
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            assert weights[name].dtype == param.dtype, name
+            param.copy_(weights[name])
+            names[param] = name
+    saved = load_file(folder / "optimizer.safetensors")
+    states = {
+        name: {key: saved[f"{name}/{key}"] for key in facts["states"] if f"{name}/{key}" in saved}
+        for name in weights
+    }
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    optimizer.load_state_dict(
+        {
+            "param_groups": optimizer.state_dict()["param_groups"],
+            "state": {
+                i: states[names[param]] for i, param in enumerate(params) if names[param] in states
+            },
+        }
+    )
+    if scaler.is_enabled():
+        scaler.load_state_dict(facts["scaler"])
+    batches.seek(facts["position"], facts["data_hash"])
+    _set_rng_states(load_file(folder / "rng.safetensors"), facts["rng"])
+
+
+def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The stored parameters by name, tied ones once."""
+    return load_file(checkpoint.directory / "model.safetensors")
+
+
+def _verified(folder: Path, *, config_hash: str) -> Checkpoint:
+    """Raises ValueError, OSError, KeyError or TypeError for what is not whole or another run's."""
+    facts = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+    if facts["schema"] > SCHEMA:
+        raise ValueError(f"schema {facts['schema']}; this precexp reads up to {SCHEMA}")
+    if facts["config_hash"] != config_hash:
+        raise ValueError("it is of another config")
+    for name, digest in facts["sha256"].items():
+        path = folder / name
+        if path.stat().st_size != facts["bytes"][name]:
+            raise ValueError(f"{name} has {path.stat().st_size} bytes, not {facts['bytes'][name]}")
+        if _sha256(path) != digest:
+            raise ValueError(f"{name} has another sha256")
+    return Checkpoint(
+        directory=folder, step=int(facts["step"]), tokens=int(facts["tokens"]), facts=facts
+    )
+
+
+def _steps(directory: Path) -> list[Path]:
+    """The checkpoints' folders by step; names sort as numbers do up to 10^8 steps."""
+    return sorted(directory.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 
 def _rng_states() -> dict[str, Tensor]:
@@ -71,6 +182,21 @@ def _rng_states() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
+
+
+def _numpy_state() -> list[Any]:
+    name, keys, *rest = np.random.get_state()
+    return [name, np.asarray(keys).tolist(), *rest]
+
+
+def _set_rng_states(torch_states: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
+    torch.set_rng_state(torch_states["cpu"])
+    if "cuda" in torch_states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch_states["cuda"])
+    version, internal, gauss = others["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = others["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
 def _sha256(path: Path) -> str:

@@ -34,6 +34,7 @@ from precexp.config import UserError, arm_of, conf_dir, load
 from precexp.record import lock_directory, read_record
 from precexp.sweep import (
     PlannedRun,
+    changes,
     finish,
     interrupt_on_sigterm,
     launch,
@@ -148,6 +149,8 @@ def _run(hydra: Hydra, args: argparse.Namespace) -> int:
         result = hydra.run(config_name, _job, overrides, with_log_configuration=False)
         print(f"{read_record(directory / 'run.json').status}: {directory}")
         return result.return_value
+    for line in changes(planned):
+        print(line, flush=True)
     write_plan(directory, str(master.name), planned)
     lock = lock_directory(directory)
     try:

@@ -28,6 +28,7 @@ NOT_HASHED = (
     "data.cache_dir",
     "train.log_every",
     "train.checkpoint_every",
+    "train.keep_last",
     "train.probe_every",
 )
 # What may differ, besides, between two runs that are compared.
@@ -219,11 +220,12 @@ class TrainConfig:
     eval_every: int
     eval_batches: int | None
     checkpoint_every: int | None
+    keep_last: int
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.epochs is None):
             raise ConfigError("train.max_steps, train.epochs: give one of them, the other null")
-        for key in ("batch_size", "eval_batch_size", "grad_accumulation", "log_every"):
+        for key in ("batch_size", "eval_batch_size", "grad_accumulation", "log_every", "keep_last"):
             _require(getattr(self, key) > 0, f"train.{key}", getattr(self, key), "positive")
         for key in ("max_steps", "epochs", "eval_batches", "checkpoint_every", "max_grad_norm"):
             value = getattr(self, key)
@@ -273,6 +275,7 @@ class ReportConfig:
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
     isolate: Literal["auto"] | bool
+    fail_fast: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,6 +400,16 @@ def match_key(config: RunConfig) -> str:
 def matched_values(config: Mapping[str, object]) -> dict[str, object]:
     """The values under the match key of a resolved config, as {full key: value}."""
     return dict(flatten(_without(config, NOT_HASHED + NOT_MATCHED)))
+
+
+def differing_keys(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """What differs under the config hash between two resolved configs, each as `key: a, not b`."""
+    before, after = (dict(flatten(_without(config, NOT_HASHED))) for config in (one, other))
+    return [
+        f"{key}: {before.get(key, 'absent')}, not {after.get(key, 'absent')}"
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key)
+    ]
 
 
 def arm_of(composed: DictConfig, *, precision: str, optim: str, base: DictConfig) -> Arm:

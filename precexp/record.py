@@ -15,11 +15,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from precexp.config import Arm, RunConfig, UserError, as_dict, config_hash, match_key
+from precexp.config import (
+    Arm,
+    RunConfig,
+    UserError,
+    as_dict,
+    config_hash,
+    differing_keys,
+    match_key,
+)
 
 SCHEMA = 1
 
 Status = Literal["running", "completed", "diverged", "failed", "interrupted"]
+
+
+FINISHED = ("completed", "diverged")  # what a sweep that is carried on leaves alone
 
 
 class RecordError(UserError):
@@ -84,27 +95,32 @@ class RecordedRun:
 class RunWriter:
     """Owns a run directory: holds its lock, writes run.json whole at each change, appends rows.
 
-    Leaving the context with an exception records `failed` (KeyboardInterrupt: `interrupted`).
-    Raises RecordError if the directory holds a run already or another process works in it.
+    A directory with an unfinished run of the same config is taken over: `rows` are its rows that
+    can be read, and `rewind` says up to where they count. Leaving the context with an exception
+    records `failed` (KeyboardInterrupt: `interrupted`). Raises RecordError if the directory holds a
+    finished run or one of another config, or if another process works in it.
     """
 
     def __init__(self, directory: Path, config: RunConfig, arm: Arm) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self._lock = lock_directory(directory)
-        if (directory / "run.json").exists():
+        try:
+            self.record = RunRecord(
+                run_id=f"{config.name}-{arm.label}-seed-{config.seed}-{config_hash(config)[:8]}",
+                config_hash=config_hash(config),
+                match_key=match_key(config),
+                arm={**dataclasses.asdict(arm), "label": arm.label},
+                seed=config.seed,
+                config=as_dict(config),
+            )
+            self._take_over(config)
+            self.rows = _readable_rows(directory / "metrics.jsonl")
+            self._replace()
+            self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        except BaseException:
             os.close(self._lock)
-            raise RecordError(f"{directory}: holds a run already; choose another name=")
-        self.record = RunRecord(
-            run_id=f"{config.name}-{arm.label}-seed-{config.seed}-{config_hash(config)[:8]}",
-            config_hash=config_hash(config),
-            match_key=match_key(config),
-            arm={**dataclasses.asdict(arm), "label": arm.label},
-            seed=config.seed,
-            config=as_dict(config),
-        )
-        self._replace()
-        self._rows = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+            raise
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -121,13 +137,26 @@ class RunWriter:
                 self.update(
                     status="interrupted" if interrupted else "failed", error=one_line(error)
                 )
-        self._rows.close()
+        self._file.close()
         os.close(self._lock)
+
+    def rewind(self, step: int) -> None:
+        """Drops the rows after the step, and the evidence of them: they will be written again."""
+        self.rows = [row for row in self.rows if row.step <= step]
+        self._file.close()
+        path = self.directory / "metrics.jsonl"
+        text = "".join(to_json(dataclasses.asdict(row)) + "\n" for row in self.rows)
+        _replace_text(path, text)
+        self._file = path.open("a", encoding="utf-8")
+        hashes = self.record.evidence["data_hash_at"]
+        assert isinstance(hashes, dict)
+        kept = {at: digest for at, digest in hashes.items() if int(at) <= step}
+        self.update(evidence={**self.record.evidence, "data_hash": None, "data_hash_at": kept})
 
     def write(self, row: Row) -> None:
         """Appends the row; it is with the operating system when this returns."""
-        self._rows.write(to_json(dataclasses.asdict(row)) + "\n")
-        self._rows.flush()
+        self._file.write(to_json(dataclasses.asdict(row)) + "\n")
+        self._file.flush()
 
     def update(self, **changes: object) -> None:
         """Changes keys of run.json and replaces the file."""
@@ -158,8 +187,37 @@ class RunWriter:
             hashes[str(at_step)] = data_hash
         self.update(evidence=evidence)
 
+    def _take_over(self, config: RunConfig) -> None:
+        """Goes on with the record that is there: what the earlier attempt was told stays told."""
+        path = self.directory / "run.json"
+        if not path.exists():
+            return
+        try:
+            earlier = read_record(path)
+        except RecordError as error:
+            kept = path.with_name("run.json.damaged")
+            path.replace(kept)
+            self.record.notices.append(f"run.json could not be read, and is {kept.name}: {error}")
+            return
+        if problem := taken_by(earlier, config):
+            raise RecordError(f"{self.directory}: {problem}; choose another name=")
+        self.record.evidence = {**self.record.evidence, **(earlier.evidence or {})}
+        self.record.census = earlier.census
+        self.record.notices = earlier.notices or []
+        self.record.warnings = earlier.warnings or []
+
     def _replace(self) -> None:
         write_json(self.directory / "run.json", dataclasses.asdict(self.record))
+
+
+def taken_by(record: RunRecord, config: RunConfig) -> str | None:
+    """Why a run of this config cannot go on with the record; None if it can."""
+    if record.config_hash != config_hash(config):
+        differing = differing_keys(record.config, as_dict(config))
+        return f"holds a run of another config ({', '.join(differing) or 'of another precexp'})"
+    if record.status in FINISHED:
+        return f"holds a run already, which has {record.status}"
+    return None
 
 
 def lock_directory(directory: Path) -> int:
@@ -191,9 +249,13 @@ def to_json(value: object, indent: int | None = None) -> str:
 
 def write_json(path: Path, value: object) -> None:
     """Replaces the file whole: a reader sees the old text or the new, never a part."""
+    _replace_text(path, to_json(value, indent=2) + "\n")
+
+
+def _replace_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError:
         with suppress(OSError):
@@ -236,6 +298,17 @@ def _read_rows(path: Path) -> Iterator[Row]:
                 yield Row(**{name: _read_floats(values.get(name)) for name in names})  # type: ignore[arg-type]
             except (ValueError, AttributeError):
                 raise RecordError(f"{path}: line {number} is not a row") from None
+
+
+def _readable_rows(path: Path) -> list[Row]:
+    """The rows from the first step on, up to one that cannot be read or is not the next step."""
+    rows: list[Row] = []
+    with suppress(RecordError, UnicodeDecodeError):
+        for row in _read_rows(path):
+            if row.step != len(rows) + 1:
+                break
+            rows.append(row)
+    return rows
 
 
 def _read_object(path: Path) -> dict[str, object]:

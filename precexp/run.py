@@ -5,7 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from precexp import environment
-from precexp.checkpoint import save_checkpoint
+from precexp.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from precexp.config import (
     Arm,
     DataConfig,
@@ -27,6 +27,7 @@ from precexp.config import (
     config_hash,
 )
 from precexp.data import Batches, TokenBlocks, eval_subset, load_blocks
+from precexp.interrupts import Interrupts
 from precexp.memory import ledger
 from precexp.memory.advice import ways_out
 from precexp.memory.plan import MIB, plan
@@ -48,10 +49,17 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
     device = environment.pick_device(config.device)
     environment.set_switches(seed=config.seed, deterministic=config.deterministic)
     precision = build_precision(config.precision, device=device)
-    with (
-        RunWriter(directory, config, arm) as record,
-        Tracker(config.wandb, record.record, directory=directory, group=config.name) as tracker,
-    ):
+    with RunWriter(directory, config, arm) as record, ExitStack() as stack:
+        checkpoint = _rewind(record, directory / "checkpoints")
+        tracker = stack.enter_context(
+            Tracker(
+                config.wandb,
+                record.record,
+                directory=directory,
+                group=config.name,
+                earlier=record.rows,
+            )
+        )
         record.update(environment=environment.describe(device, attention=config.model.attention))
         begun = ledger.start(device)
         phase = _LastPhase()
@@ -67,16 +75,37 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         eval_blocks = eval_subset(blocks.eval, _num_eval_blocks(config.train))
         _tell(record, [*blocks.notices, *_notices(config, device), *tracker.notices])
         outcome = Outcome(began=began, eval_bytes_per_token=blocks.eval_bytes_per_token)
+        outcome.replay(record.rows)
         with (
             _explained_out_of_memory(phase, record, config, device),
             Progress(total_steps, log_every=config.train.log_every, label=arm.label) as progress,
+            Interrupts() as interrupts,
         ):
             optimizer = build_optimizer(
                 model.parameters(), config.optim, config.train, seed=config.seed
             )
             place(model, optimizer, precision, device=device, compiled=config.model.compile)
-            record.update(census=take_census(model).as_record())
+            if checkpoint is not None:
+                load_checkpoint(
+                    checkpoint, model=model, optimizer=optimizer, scaler=scaler, batches=batches
+                )
+            if record.record.census is None:
+                record.update(census=take_census(model).as_record())
             init_bytes = ledger.model_bytes(begun, model, optimizer)
+
+            def save(row: Row) -> None:
+                save_checkpoint(
+                    directory / "checkpoints",
+                    step=row.step,
+                    tokens=row.tokens,
+                    model=model,
+                    optimizer=optimizer,
+                    scaler=scaler,
+                    batches=batches,
+                    config_hash=record.record.config_hash,
+                    keep_last=config.train.keep_last,
+                )
+
             for event in train(
                 model,
                 optimizer,
@@ -86,6 +115,8 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                 scaler=scaler,
                 eval_blocks=eval_blocks,
                 total_steps=total_steps,
+                after_step=checkpoint.step if checkpoint else 0,
+                tokens_served=checkpoint.tokens if checkpoint else 0,
                 on_phase=phase.begin,
             ):
                 if isinstance(event, Census):
@@ -97,16 +128,16 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                     sink.write(event)
                 if event.eval_loss is not None:
                     record.evidence(data_hash=batches.data_hash, at_step=event.step)
-                if checkpoints_at(event.step, config.train, total_steps=total_steps):
-                    save_checkpoint(
-                        directory / "checkpoints",
-                        step=event.step,
-                        model=model,
-                        optimizer=optimizer,
-                        scaler=scaler,
-                        batches=batches,
-                        config_hash=record.record.config_hash,
-                    )
+                is_due = checkpoints_at(event.step, config.train, total_steps=total_steps)
+                if is_due and not has_diverged(event):
+                    save(event)
+                if outcome.gave_up:
+                    break
+                # On CUDA the model may be ahead of the row: then a later row is the place to stop.
+                if interrupts.asked and event.tokens == batches.position * blocks.train.shape[1]:
+                    if not has_diverged(event):
+                        save(event)
+                    raise KeyboardInterrupt(f"by {interrupts.asked} after step {event.step}")
 
         record.evidence(data_hash=batches.data_hash)
         record.update(
@@ -125,6 +156,21 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         tracker.finish(record.record)
         _tell(record, tracker.notices)  # what went wrong with wandb on the way
         return record.record
+
+
+def _rewind(record: RunWriter, directory: Path) -> Checkpoint | None:
+    """Takes the record back to the newest whole checkpoint, or to nothing; returns that one."""
+    rows = record.rows
+    checkpoint, problems = find_checkpoint(
+        directory, config_hash=record.record.config_hash, last_step=len(rows)
+    )
+    _tell(record, problems)
+    step = checkpoint.step if checkpoint is not None else 0
+    record.rewind(step)
+    if rows:
+        again = f"; steps {step + 1} to {len(rows)} are done again" if len(rows) > step else ""
+        _tell(record, [f"resumed after step {step}{again}"])
+    return checkpoint
 
 
 def preflight(config: RunConfig) -> None:
@@ -165,6 +211,10 @@ def steps_of(config: TrainConfig, blocks: TokenBlocks) -> int:
             f"{config.epochs * len(blocks.train) // config.grad_accumulation}"
         )
     return steps
+
+
+# From the largest initial scale, 2^24, so many halvings end where nothing is left of a gradient.
+MOST_SKIPPED = 50
 
 
 class OutOfMemory(RuntimeError):
@@ -281,31 +331,56 @@ def out_of_memory(phase: str, planned: Mapping[str, Any] | None) -> str:
 class Outcome:
     """What a run comes to, gathered from its rows."""
 
-    began: float  # time.perf_counter() at the start of the run
+    began: float  # time.perf_counter() at the start of this attempt
     eval_bytes_per_token: float
     loop_began: float = field(default_factory=time.perf_counter)
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     last: Row | None = None
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     setup_seconds: float | None = None
-    step_seconds: list[float] = field(default_factory=list)
+    first_step_seconds: float | None = None  # of this attempt
+    step_seconds: list[float] = field(default_factory=list)  # but for each attempt's first step
+
+    def replay(self, rows: Sequence[Row]) -> None:
+        """Takes in what an earlier attempt wrote."""
+        for row in rows:
+            self._count(row)
+        self.step_seconds += [row.step_seconds for row in rows[1:] if row.step_seconds is not None]
 
     def write(self, row: Row) -> None:
         if self.setup_seconds is None:
             self.setup_seconds = time.perf_counter() - self.began - (row.step_seconds or 0.0)
+            self.first_step_seconds = row.step_seconds
+        elif row.step_seconds is not None:
+            self.step_seconds.append(row.step_seconds)
+        self._count(row)
+
+    def _count(self, row: Row) -> None:
         self.last = row
         self.skipped_steps += row.skipped
-        if row.step_seconds is not None:
-            self.step_seconds.append(row.step_seconds)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if row.skipped else 0
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the gradients overflow at any loss scale."""
+        return self.skipped_in_a_row >= MOST_SKIPPED
 
     @property
     def status(self) -> str:
-        return "diverged" if self.last is not None and has_diverged(self.last) else "completed"
+        if self.last is not None and (has_diverged(self.last) or self.gave_up):
+            return "diverged"
+        return "completed"
 
     @property
     def error(self) -> str | None:
         if self.last is None or self.status == "completed":
             return None
+        if self.gave_up:
+            return (
+                f"{MOST_SKIPPED} steps in a row were skipped up to step {self.last.step}: the "
+                f"gradients overflow even at a loss scale of {self.last.loss_scale:.2g}"
+            )
         in_training = not math.isfinite(self.last.loss or 0.0)
         name, loss = ("loss", self.last.loss) if in_training else ("eval loss", self.last.eval_loss)
         return f"{name} {loss} at step {self.last.step}"
@@ -333,12 +408,12 @@ class Outcome:
         Call it when the loop ends: `loop_seconds` is all of it, evaluations and records included.
         """
         assert self.last is not None
-        timed = self.step_seconds[1:]
+        timed = self.step_seconds
         tokens_per_step = self.last.tokens / self.last.step
         return {
             "started": self.started,
             "setup_seconds": self.setup_seconds,
-            "first_step_seconds": self.step_seconds[0],
+            "first_step_seconds": self.first_step_seconds,
             "step_seconds_median": statistics.median(timed) if timed else None,
             "tokens_per_second": tokens_per_step * len(timed) / sum(timed) if timed else None,
             "loop_seconds": time.perf_counter() - self.loop_began,

@@ -14,16 +14,27 @@ from pathlib import Path
 
 from rich.console import Console
 
-from precexp.config import Arm, ReportConfig, RunConfig, UserError, config_hash
+from precexp.config import (
+    Arm,
+    ReportConfig,
+    RunConfig,
+    UserError,
+    as_dict,
+    config_hash,
+    differing_keys,
+)
 from precexp.record import (
     RecordError,
+    Status,
     lock_directory,
     one_line,
     read_record,
+    taken_by,
     write_json,
 )
 
 SCHEMA = 1
+STOP = ".stopped"  # in the sweep's directory: a run failed, and sweep.fail_fast is on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +51,52 @@ def subdirectory(config: RunConfig, arm: Arm) -> str:
 
 def preflight(planned: Sequence[PlannedRun], directory: Path) -> None:
     """Raises UserError for any mistake in any of the runs, before anything is written."""
-    check_directory(directory)
+    check_directory(directory, is_sweep=planned[0].directory != directory)
     repeated = len(planned) - len({run.directory for run in planned})
     if repeated:
         raise UserError(f"sweep: {repeated} of its runs are the same as another one of them")
     from precexp.run import preflight as preflight_run  # torch and transformers: seconds to import
 
     for run in planned:
-        preflight_run(run.config)
+        if finished(run) is None:
+            preflight_run(run.config)
+
+
+def finished(planned: PlannedRun) -> Status | None:
+    """`completed` or `diverged` if the run is recorded so; None if it is to start or to go on.
+
+    Raises RecordError if its directory holds a run of another config.
+    """
+    path = planned.directory / "run.json"
+    if not path.exists():
+        return None
+    try:
+        record = read_record(path)
+    except RecordError:
+        return None  # the run sets it aside
+    problem = taken_by(record, planned.config)
+    if problem is None:
+        return None
+    if record.config_hash == config_hash(planned.config):
+        return record.status
+    raise RecordError(f"{planned.directory}: {problem}; choose another name=")
+
+
+def changes(planned: Sequence[PlannedRun]) -> list[str]:
+    """A line per way in which runs differ from earlier ones of their arm and seed beside them."""
+    lines: dict[str, int] = {}
+    for run in planned:
+        for path in sorted(run.directory.parent.glob(f"seed-{run.config.seed}-*/run.json")):
+            with suppress(RecordError):
+                earlier = read_record(path)
+                differing = differing_keys(earlier.config, as_dict(run.config))
+                if differing and not run.directory.exists():
+                    text = ", ".join(differing)
+                    lines[text] = lines.get(text, 0) + 1
+    return [
+        f"{count} of the runs begin beside earlier ones whose config differs ({text})"
+        for text, count in lines.items()
+    ]
 
 
 def interrupt_on_sigterm() -> None:
@@ -55,11 +104,16 @@ def interrupt_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def check_directory(directory: Path) -> None:
-    """Raises RecordError if the directory is in use or cannot be made and written in."""
+def check_directory(directory: Path, *, is_sweep: bool) -> None:
+    """Raises RecordError if the directory is in use, not precexp's, or cannot be written in."""
     if directory.is_dir() and any(directory.iterdir()):
         os.close(lock_directory(directory))
-        raise RecordError(f"{directory}: exists already; choose another name=")
+        theirs, other = ("sweep.json", "run.json") if is_sweep else ("run.json", "sweep.json")
+        if (directory / other).exists():
+            holds = "a run, not a sweep" if is_sweep else "a sweep, not a run"
+            raise RecordError(f"{directory}: holds {holds}; choose another name=")
+        if not any((directory / name).exists() for name in (theirs, ".hydra")):
+            raise RecordError(f"{directory}: holds no run of precexp; choose another name=")
     parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(dir=parent, prefix=".precexp-"):
@@ -81,14 +135,30 @@ def write_plan(directory: Path, name: str, planned: Sequence[PlannedRun]) -> Non
         for run in planned
     ]
     write_json(directory / "sweep.json", {"schema": SCHEMA, "name": name, "runs": runs})
+    (directory / STOP).unlink(missing_ok=True)
 
 
 def launch(planned: PlannedRun) -> int:
-    """Runs it to its end, in a process of its own if the config says so.
+    """Runs it, from where it stopped if it did, in a process of its own if the config says so.
 
     Returns 0 if it completed, 1 if not, 2 for a mistake of the user's. A failure is recorded and
     printed at once, so that a sweep goes on; only an interrupt is raised.
     """
+    where = os.path.relpath(planned.directory)
+    if status := finished(planned):
+        print(f"{where}: has {status}, left as it is", flush=True)
+        return 0 if status == "completed" else 1
+    sweep = planned.directory.parents[1]  # of a run of a sweep
+    if (sweep / STOP).exists():
+        print(f"{where}: not started, because of sweep.fail_fast", flush=True)
+        return 1
+    code = _launch(planned)
+    if code != 0 and planned.config.sweep.fail_fast and (sweep / "sweep.json").exists():
+        (sweep / STOP).touch()
+    return code
+
+
+def _launch(planned: PlannedRun) -> int:
     if not _isolated(planned.config):
         return _run(planned)
     process = multiprocessing.get_context("spawn").Process(target=_run_and_exit, args=(planned,))
@@ -96,7 +166,7 @@ def launch(planned: PlannedRun) -> int:
     try:
         process.join()
     except KeyboardInterrupt:
-        process.terminate()
+        process.terminate()  # it makes a checkpoint, and may be as long about it as it likes
         process.join()
         raise
     assert process.exitcode is not None

@@ -13,7 +13,7 @@ import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,18 +63,28 @@ def check_login(config: WandbConfig) -> None:
 class Tracker:
     """Mirrors one run in wandb while its context is open.
 
+    A run that is resumed goes on under its id, `earlier` being its rows so far: offline they are
+    written again in place of the earlier attempt's files, online the ones that the server lacks.
+
     Entering raises UserError where check_login does. Leaving without `finish` ends the wandb run as
     failed. `notices` are lines for the user: where the run is or how to upload it, what went wrong.
     """
 
     def __init__(
-        self, config: WandbConfig, record: RunRecord, *, directory: Path, group: str
+        self,
+        config: WandbConfig,
+        record: RunRecord,
+        *,
+        directory: Path,
+        group: str,
+        earlier: Sequence[Row] = (),
     ) -> None:
         self.notices: list[str] = []
         self._config = config
         self._record = record
         self._directory = directory
         self._group = group
+        self._earlier = earlier
         self._run: wandb.Run | None = None
 
     def __enter__(self) -> "Tracker":
@@ -96,7 +106,7 @@ class Tracker:
             self._close(exit_code=1)
 
     def write(self, row: Row) -> None:
-        if self._run is None:
+        if self._run is None or row.step < self._run.step:  # the server has it
             return
         values = {k: v for k, v in dataclasses.asdict(row).items() if v is not None}
         values["skipped"] = int(row.skipped)  # a number, to be drawn
@@ -114,8 +124,14 @@ class Tracker:
     def _start(self, reason: str | None) -> None:
         """Opens the wandb run: offline for this reason; online, if possible, where it is None."""
         record, label = self._record, str(self._record.arm["label"])
+        earlier_id = next(iter(wandb_ids(self._directory)), None)
+        if earlier_id is not None:
+            remove_runs(self._directory, earlier_id)
         identity = RunIdentity(
-            group=self._group, job_type=label, name=f"{label}-seed-{record.seed}"
+            group=self._group,
+            job_type=label,
+            name=f"{label}-seed-{record.seed}",
+            fixed_id=earlier_id,
         )
         values = {
             **record.config,
@@ -132,6 +148,8 @@ class Tracker:
         else:
             self.notices.append(f"wandb: offline ({reason}); to upload: {self._upload_all()}")
         _define_axes(self._run)
+        for row in self._earlier:
+            self.write(row)
 
     def _upload_all(self) -> str:
         """The command that uploads this run and the others of its sweep: one line for them all."""

@@ -33,9 +33,13 @@ def train(
     scaler: torch.amp.GradScaler,
     eval_blocks: np.ndarray,
     total_steps: int,
+    after_step: int = 0,
+    tokens_served: int = 0,
     on_phase: Callable[[Phase], None] = lambda _: None,
 ) -> Iterator[Row | Census]:
     """Yields a Row per optimizer step in order and, once, the Census of the first applied step.
+
+    Begins after a step, as a checkpoint left everything, with the tokens served by then.
 
     Ends after `total_steps`, or with the first row whose loss or eval loss is not finite. On CUDA,
     rows come in bursts, since between log steps nothing waits for the device; at a step that
@@ -44,8 +48,8 @@ def train(
     device = next(model.parameters()).device
     pending: list[_PendingRow] = []
     census_due = True
-    served = 0
-    for step in range(1, total_steps + 1):
+    served = tokens_served
+    for step in range(after_step + 1, total_steps + 1):
         watch = _Stopwatch(device)
         lr = lr_at(step, config, total_steps=total_steps)
         for group in optimizer.param_groups:

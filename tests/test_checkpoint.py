@@ -29,11 +29,13 @@ def save(directory: Path, step: int) -> tuple[Path, dict[str, torch.Tensor], tor
     folder = save_checkpoint(
         directory,
         step=step,
+        tokens=100 * step,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
         batches=batches,
         config_hash="abc",
+        keep_last=2,
     )
     return folder, {name: p.detach() for name, p in model.named_parameters()}, optimizer
 

@@ -253,21 +253,6 @@ def test_an_output_directory_that_cannot_be_made_is_refused(
     assert capsys.readouterr().err == ("precexp: outputs/x: cannot be written (Not a directory)\n")
 
 
-@pytest.mark.parametrize("flags", [(), ("-m",)])
-def test_a_name_that_is_taken_is_refused_and_left_alone(
-    flags: tuple[str, ...],
-    command: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command("name=x", *flags) == 0
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    capsys.readouterr()
-    assert command("name=x", *flags) == 2
-    assert capsys.readouterr().err == "precexp: outputs/x: exists already; choose another name=\n"
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-
-
 def test_the_quickstart_is_a_sweep_by_itself(command: Callable[..., int], tmp_path: Path) -> None:
     micro = ("train.max_steps=2", "train.eval_every=2")
     assert command("experiment=quickstart", "name=q", *micro) == 0

@@ -99,13 +99,43 @@ def test_leaving_with_an_exception_is_recorded(
     assert record.error == ("RuntimeError: boom" if status == "failed" else "KeyboardInterrupt")
 
 
-def test_a_directory_with_a_run_is_refused(tmp_path: Path, config: RunConfig) -> None:
-    with RunWriter(tmp_path, config, ARM):
-        pass
+@pytest.mark.parametrize("status", ["completed", "diverged"])
+def test_a_directory_with_a_finished_run_is_refused(
+    status: str, tmp_path: Path, config: RunConfig
+) -> None:
+    with RunWriter(tmp_path, config, ARM) as writer:
+        writer.update(status=status)
     before = (tmp_path / "run.json").read_bytes()
-    with pytest.raises(RecordError, match="holds a run already"):
+    with pytest.raises(RecordError, match=f"holds a run already, which has {status}"):
         RunWriter(tmp_path, config, ARM)
     assert (tmp_path / "run.json").read_bytes() == before
+    os.close(lock_directory(tmp_path))  # nothing keeps the lock
+
+
+def test_a_run_of_another_config_is_refused_by_its_keys(tmp_path: Path, config: RunConfig) -> None:
+    with RunWriter(tmp_path, config, ARM):
+        pass
+    other = load(composed("train.lr=0.5", "wandb.project=other"))
+    with pytest.raises(RecordError, match=r"another config \(train\.lr: 0\.001, not 0\.5\)"):
+        RunWriter(tmp_path, other, ARM)
+
+
+def test_an_unfinished_run_is_taken_over_from_a_step(tmp_path: Path, config: RunConfig) -> None:
+    with RunWriter(tmp_path, config, ARM) as writer:
+        for step in (1, 2, 3):
+            writer.write(replace(ROW, step=step))
+            writer.evidence(data_hash=f"hash-{step}", at_step=step)
+        writer.notice("told before")
+        writer.update(status="failed", error="RuntimeError: boom")
+    with RunWriter(tmp_path, config, ARM) as writer:
+        assert [row.step for row in writer.rows] == [1, 2, 3]
+        writer.rewind(2)
+        writer.write(replace(ROW, step=3, loss=1.0))
+        found = read_run(tmp_path)
+    assert (found.record.status, found.record.error) == ("running", None)
+    assert found.record.notices == ["told before"]
+    assert found.record.evidence["data_hash_at"] == {"1": "hash-1", "2": "hash-2"}
+    assert [(row.step, row.loss) for row in found.rows] == [(1, 7.5), (2, 7.5), (3, 1.0)]
 
 
 def test_a_directory_that_another_process_uses_is_refused(

@@ -518,3 +518,63 @@ def test_the_environment_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.M
     after = dict(os.environ)
     after.pop("WANDB_SERVICE")  # wandb's own, for the children of this process
     assert after == before
+
+
+# A run that is resumed
+
+
+def resume(mode: Literal["online", "offline"], directory: Path) -> None:
+    """Two rows of an attempt that breaks off, then one that goes on after the first of them."""
+    with (
+        suppress(KeyError),
+        Tracker(wandb_config(mode), make_record(), directory=directory, group="sweep") as tracker,
+    ):
+        for row in ROWS[:2]:
+            tracker.write(row)
+        raise KeyError("killed")
+    with Tracker(
+        wandb_config(mode), make_record(), directory=directory, group="sweep", earlier=ROWS[:1]
+    ) as tracker:
+        for row in ROWS[1:]:
+            tracker.write(row)
+        tracker.finish(make_record(status="completed"))
+
+
+def test_a_resumed_run_is_one_run_offline_with_each_step_once(tmp_path: Path) -> None:
+    resume("offline", tmp_path)
+    assert len(wandb_ids(tmp_path)) == 1
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+    records = records_of(tmp_path)
+    assert [history["item"]["step"] for history in only(records, "history")] == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_goes_on_online_under_its_id_and_sends_no_row_twice(
+    server: WandbServer, tmp_path: Path
+) -> None:
+    resume("online", tmp_path)
+    (run,) = server.runs.values()
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    assert run.exit_codes == [1, 0]
+    assert server.operations.count("RunResumeStatus") == 1
+
+
+def test_a_run_that_was_offline_goes_on_online_with_all_its_rows(
+    server: WandbServer, tmp_path: Path
+) -> None:
+    with (
+        suppress(KeyError),
+        Tracker(
+            wandb_config("offline"), make_record(), directory=tmp_path, group="sweep"
+        ) as tracker,
+    ):
+        tracker.write(ROWS[0])
+        raise KeyError("killed")
+    (earlier_id,) = wandb_ids(tmp_path)
+    with Tracker(
+        wandb_config("online"), make_record(), directory=tmp_path, group="sweep", earlier=ROWS[:1]
+    ) as tracker:
+        tracker.write(ROWS[1])
+        tracker.finish(make_record(status="completed"))
+    assert list(server.runs) == [earlier_id]
+    assert [row["step"] for row in server.runs[earlier_id].rows] == [1, 2]
+    assert wandb_ids(tmp_path) == [earlier_id]
