@@ -86,6 +86,7 @@ class Tracker:
         self._group = group
         self._earlier = earlier
         self._run: wandb.Run | None = None
+        self._first_step = 0  # that the server does not have yet
 
     def __enter__(self) -> "Tracker":
         mode = mode_of(self._config)
@@ -106,7 +107,7 @@ class Tracker:
             self._close(exit_code=1)
 
     def write(self, row: Row) -> None:
-        if self._run is None or row.step < self._run.step:  # the server has it
+        if self._run is None or row.step < self._first_step:
             return
         values = {k: v for k, v in dataclasses.asdict(row).items() if v is not None}
         values["skipped"] = int(row.skipped)  # a number, to be drawn
@@ -148,6 +149,7 @@ class Tracker:
         else:
             self.notices.append(f"wandb: offline ({reason}); to upload: {self._upload_all()}")
         _define_axes(self._run)
+        self._first_step = self._run.step
         for row in self._earlier:
             self.write(row)
 
