@@ -121,17 +121,29 @@ def load_checkpoint(
     batches: Batches,
 ) -> None:
     """Puts everything back as it was after the step, each tensor in the dtype it was saved in."""
-    folder, facts = checkpoint.directory, checkpoint.facts
-    weights = load_file(folder / "model.safetensors")
+    load_tensors(checkpoint, model=model, optimizer=optimizer)
+    facts = checkpoint.facts
+    if scaler.is_enabled():
+        scaler.load_state_dict(facts["scaler"])
+    batches.seek(facts["position"], facts["data_hash"])
+    _set_rng_states(load_file(checkpoint.directory / "rng.safetensors"), facts["rng"])
+
+
+def load_tensors(
+    checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Puts parameters and optimizer states back, each in the dtype it was saved in."""
+    weights = load_file(checkpoint.directory / "model.safetensors")
     names: dict[Tensor, str] = {}
     with torch.no_grad():
         for name, param in model.named_parameters():
             assert weights[name].dtype == param.dtype, name
             param.copy_(weights[name])
             names[param] = name
-    saved = load_file(folder / "optimizer.safetensors")
+    saved = load_file(checkpoint.directory / "optimizer.safetensors")
+    keys = checkpoint.facts["states"]
     states = {
-        name: {key: saved[f"{name}/{key}"] for key in facts["states"] if f"{name}/{key}" in saved}
+        name: {key: saved[f"{name}/{key}"] for key in keys if f"{name}/{key}" in saved}
         for name in weights
     }
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -139,19 +151,10 @@ def load_checkpoint(
         {
             "param_groups": optimizer.state_dict()["param_groups"],
             "state": {
-                i: states[names[param]] for i, param in enumerate(params) if names[param] in states
+                i: states[names[param]] for i, param in enumerate(params) if states[names[param]]
             },
         }
     )
-    if scaler.is_enabled():
-        scaler.load_state_dict(facts["scaler"])
-    batches.seek(facts["position"], facts["data_hash"])
-    _set_rng_states(load_file(folder / "rng.safetensors"), facts["rng"])
-
-
-def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The stored parameters by name, tied ones once."""
-    return load_file(checkpoint.directory / "model.safetensors")
 
 
 def _verified(folder: Path, *, config_hash: str) -> Checkpoint:

@@ -10,13 +10,13 @@ import precexp
 LAYERS = [
     {"config", "record"},
     {"precision", "hub"},
-    {"model", "data", "optim", "environment", "progress"},
+    {"model", "data", "optim", "environment", "progress", "interrupts"},
     {"train", "checkpoint"},
     {"memory", "tracking"},
     {"run"},
     {"sweep"},
     {"cli"},
-    {"bench", "plan", "comparison", "workspace", "dashboard", "__main__"},
+    {"bench", "plan", "export", "comparison", "workspace", "dashboard", "__main__"},
 ]
 OWN = ("__version__", "set_process_defaults")  # of the package itself
 REPORTERS = ("sweep", "bench", "plan", "comparison", "workspace", "dashboard")  # import the report

@@ -31,6 +31,7 @@ TRAIN = TrainConfig(
     eval_every=1,
     eval_batches=None,
     checkpoint_every=None,
+        keep_last=2,
 )
 
 

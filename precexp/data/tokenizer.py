@@ -49,6 +49,32 @@ def build_tokenizer(
     return _from_transformers(key, str(path), trust_remote_code)
 
 
+def save_tokenizer(
+    name: str | None, folder: Path, *, model_path: str | None, trust_remote_code: bool
+) -> None:
+    """Writes the tokenizer that `build_tokenizer` takes, for AutoTokenizer to load.
+
+    Raises UserError if it can't be loaded any more.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    name = name or model_path or "bundled"
+    path = BUNDLED if name == "bundled" else Path(name).expanduser()
+    if not path.is_file():
+        prepare_hub("data.tokenizer", str(path))
+        try:
+            loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise hub_error("data.tokenizer", str(path), error) from None
+        loaded.save_pretrained(folder)
+        return
+    loaded = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    separator = next((token for token in _SEPARATORS if token in loaded.get_vocab()), None)
+    if separator is not None:
+        loaded.eos_token = separator
+    loaded.save_pretrained(folder)
+
+
 def train_tokenizer(lines: Iterable[str], vocab_size: int) -> "tokenizers.Tokenizer":
     """A byte-level BPE with one special token, `</s>`: how the bundled tokenizer.json was made.
 
