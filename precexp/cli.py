@@ -149,14 +149,17 @@ def _run(hydra: Hydra, args: argparse.Namespace) -> int:
         result = hydra.run(config_name, _job, overrides, with_log_configuration=False)
         print(f"{read_record(directory / 'run.json').status}: {directory}")
         return result.return_value
-    for line in changes(planned):
-        print(line, flush=True)
-    write_plan(directory, str(master.name), planned)
-    lock = lock_directory(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = lock_directory(directory)  # of two sweeps that came this far, one goes on
     try:
-        hydra.multirun(config_name, _job, overrides, with_log_configuration=False)
+        for line in changes(planned):
+            print(line, flush=True)
+        write_plan(directory, str(master.name), planned)
+        try:
+            hydra.multirun(config_name, _job, overrides, with_log_configuration=False)
+        finally:
+            exit_code = finish(directory, planned[0].config.report)
     finally:
-        exit_code = finish(directory, planned[0].config.report)
         os.close(lock)
     return exit_code
 

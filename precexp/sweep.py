@@ -124,7 +124,6 @@ def check_directory(directory: Path, *, is_sweep: bool) -> None:
 
 def write_plan(directory: Path, name: str, planned: Sequence[PlannedRun]) -> None:
     """sweep.json: what the end table and the exit code compare the records with."""
-    directory.mkdir(parents=True, exist_ok=True)
     runs = [
         {
             "directory": str(run.directory.relative_to(directory)),
@@ -193,7 +192,10 @@ def finish(directory: Path, config: ReportConfig) -> int:
 
 def _run_and_exit(planned: PlannedRun) -> None:
     interrupt_on_sigterm()
-    sys.exit(_run(planned))
+    try:
+        sys.exit(_run(planned))
+    except KeyboardInterrupt:  # recorded, and the parent's to tell
+        sys.exit(1)
 
 
 def _run(planned: PlannedRun) -> int:
