@@ -24,7 +24,7 @@ from precexp.tracking import wandb_ids
 if TYPE_CHECKING:
     import wandb
 
-FIGURES = ("loss_curves", "memory")  # in the report's directory, as .png
+FIGURES = ("loss_curves", "memory")  # the report's, as .png
 DIFFERENCES = "differences"  # in the summary: the keys whose curves are there in full
 LOCAL_COLUMNS = ("directory",)  # names what is on this machine: not for wandb
 
@@ -45,7 +45,7 @@ class Comparison:
     """A report, and what places it in wandb."""
 
     report: Report
-    directory: Path  # where wandb's files go
+    directory: Path  # of the report's files, and of wandb's
     run_id: str  # of the comparison run; the same for the same sweeps of the same project
     sweeps: Sequence[str]  # their names, which are the groups of their runs in wandb
     arm_of: Mapping[str, str]  # id of a wandb run: its arm's label
@@ -82,6 +82,8 @@ def values_of(comparison: Comparison) -> dict[str, object]:
         "references": [group.reference for group in report.groups],
         "margin": report.margin,
         "metric": report.metric,
+        "forced": report.forced,
+        "filters": dict(report.filters),
         "num_runs": len(report.runs),
         "precexp": __version__,
     }
@@ -102,18 +104,13 @@ def log_comparison(run: "wandb.Run", comparison: Comparison) -> None:
         "runs": _table(run_rows(comparison.report), RUN_COLUMNS),
     }
     for name in FIGURES:
-        if figure := _found(comparison, f"{name}.png"):
+        figure = comparison.directory / f"{name}.png"
+        if figure.exists():
             media[f"figures/{name}"] = wandb.Image(str(figure))
-    if page := _found(comparison, "report.html"):
-        media["report"] = wandb.Html(page, inject=False)  # else it would link to a style sheet
+    page = comparison.directory / "report.html"
+    media["report"] = wandb.Html(page, inject=False)  # else it would link to a style sheet
     run.log(media)
     run.summary.update(_summary(comparison))
-
-
-def _found(comparison: Comparison, name: str) -> Path | None:
-    """The report's file of that name, if it has been written."""
-    places = (comparison.directory / name, comparison.report.output / name)
-    return next((place for place in places if place.exists()), None)
 
 
 def _series(report: Report) -> Iterator[Series]:

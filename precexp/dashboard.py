@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from precexp.comparison import Comparison, compare, log_comparison, values_of
 from precexp.config import UserError, WandbConfig, conf_dir
 from precexp.record import one_line, read_record
-from precexp.report import Report
+from precexp.report import Report, write_report
 from precexp.report.__main__ import ALLOWED, parse_arguments, report_for
 from precexp.report.__main__ import Arguments as ReportArguments
 from precexp.report.read import block
@@ -69,8 +69,9 @@ def main(argv: Sequence[str]) -> int:
         report = report_for(arguments.report)
         config = _configured(recorded_wandb(arguments.report.directories), arguments.wandb)
         output = arguments.report.output or report.output
-        output.mkdir(parents=True, exist_ok=True)
-        for line in publish(compare(report, output, project=config.project), config):
+        write_report(report, output)
+        comparison = compare(report, output, project=config.project)
+        for line in publish(comparison, config, arguments=argv):
             print(line)
     except WandbFailed as error:
         print(f"error: {error}", file=sys.stderr)
@@ -118,7 +119,7 @@ def recorded_wandb(directories: Sequence[Path]) -> WandbConfig:
     return WandbConfig(**{**values, "tags": tuple(values["tags"])})
 
 
-def publish(comparison: Comparison, config: WandbConfig) -> list[str]:
+def publish(comparison: Comparison, config: WandbConfig, *, arguments: Sequence[str]) -> list[str]:
     """Sends the comparison and its workspace, or writes what can be sent; returns lines to print.
 
     Raises UserError where precexp.tracking.check_login does, and WandbFailed once the files are
@@ -142,7 +143,7 @@ def publish(comparison: Comparison, config: WandbConfig) -> list[str]:
             return [
                 *_about_runs(comparison),
                 f"comparison: offline ({reason}); to upload: {upload_command(run)}",
-                f"workspace: {path}; to save it in wandb: {_online_command(comparison)}",
+                f"workspace: {path}; to save it in wandb: {_online_command(arguments)}",
             ]
         try:
             address = save_workspace(workspace, comparison)
@@ -225,12 +226,10 @@ def _offline_runs(report: Report) -> list[str]:
     return list(patterns)
 
 
-def _online_command(comparison: Comparison) -> str:
-    directories = [str(directory) for directory in comparison.report.directories]
-    command = ["python", "-m", "precexp.dashboard", *directories, "wandb.mode=online"]
-    if comparison.directory != comparison.report.output:
-        command.append(f"--output={comparison.directory}")
-    return shlex.join(command)
+def _online_command(arguments: Sequence[str]) -> str:
+    """The same command, online."""
+    kept = [argument for argument in arguments if not argument.startswith("wandb.mode=")]
+    return shlex.join(["python", "-m", "precexp.dashboard", *kept, "wandb.mode=online"])
 
 
 def _configured(recorded: WandbConfig, given: dict[str, str]) -> WandbConfig:

@@ -5,7 +5,6 @@ online goes to a stand-in (tests/wandb_server.py): no test here says that wandb'
 """
 
 import ast
-import base64
 import json
 import subprocess
 import sys
@@ -33,9 +32,6 @@ from tests.test_report import FakeRun, write_sweep
 from tests.wandb_server import KEY, WandbServer, clean_wandb, only, records_of, serving, summary_of
 
 FP32, PURE = "fp32-anyprecision", "bf16_pure-anyprecision"
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
 LOSSES = MappingProxyType({(FP32, 1): 3.0, (FP32, 2): 3.1, (PURE, 1): 3.001, (PURE, 2): 3.102})
 
 
@@ -46,9 +42,6 @@ def write_runs(sweep: Path, *, losses: Mapping[tuple[str, int], float] = LOSSES)
         place = run.write(sweep)
         folder = place / "wandb" / f"offline-run-20260101_000000-{wandb_id(label, seed)}"
         folder.mkdir(parents=True)
-    (sweep / "report").mkdir()
-    (sweep / "report" / "loss_curves.png").write_bytes(PNG)
-    (sweep / "report" / "report.html").write_text("<p>a report</p>")
 
 
 def wandb_id(label: str, seed: int) -> str:
@@ -127,8 +120,9 @@ def test_tables_have_typed_values_and_no_path(offline: Path, records: list[dict]
 def test_figures_and_the_page_are_kept(offline: Path, records: list[dict[str, dict]]) -> None:
     summary = summary_of(records)
     (folder,) = (offline / "report" / "wandb").glob("offline-run-*")
-    assert (folder / "files" / summary["figures/loss_curves.path"]).read_bytes() == PNG
-    assert (folder / "files" / summary["report.path"]).read_text() == "<p>a report</p>"
+    for key, name in (("figures/loss_curves", "loss_curves.png"), ("report", "report.html")):
+        kept = folder / "files" / summary[f"{key}.path"]
+        assert kept.read_bytes() == (offline / "report" / name).read_bytes()
     assert "figures/memory.path" not in summary, "there is none"
 
 
@@ -151,7 +145,7 @@ def test_offline_says_how_to_push_both(
     assert uploads == "runs: kept offline; to upload: wandb sync demo/*/*/wandb/offline-run-*"
     assert comparison.startswith("comparison: offline (as asked); to upload: wandb sync ")
     assert comparison.endswith(str(folder))
-    command = "python -m precexp.dashboard demo wandb.mode=online --output=out"
+    command = "python -m precexp.dashboard demo wandb.project=mine --output=out wandb.mode=online"
     assert workspace.endswith(f"out/workspace.json; to save it in wandb: {command}")
     assert errors == ""
     assert only(records_of(Path("out")), "run")[0]["project"] == "mine"

@@ -1,5 +1,6 @@
 """Comparing anything: metrics, filters, forced comparisons, and what stands beside the verdict."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import pytest
 
 from precexp.config import UserError
 from precexp.report import Report, build_report, write_report
+from precexp.report.__main__ import main
 from precexp.report.curves import difference_band
 from precexp.report.plots import draw_loss_curves
 from precexp.report.reach import last_tenth, reach_of
 from precexp.report.read import Curve
+from precexp.report.tables import fixed
 from tests.test_report import FakeRun, arms_of, pair_of_arms, report_on, write_sweep
 from tests.test_report_outputs import markdown_of, rows_of, section_of
 
@@ -219,3 +222,142 @@ def test_the_table_for_a_paper(tmp_path: Path) -> None:
     (row,) = [line for line in lines if "bf16" in line]
     assert row.startswith(r"\texttt{bf16\_pure-anyprecision} & $10$ & $3.1502$ $\pm$ 0.0710 & ")
     assert row.endswith(r" & $+0.1002$ & $[+0.0989, +0.1015]$ & worse \\")
+
+
+# What records of others, and of runs that ended badly, may hold
+
+
+def test_a_metrics_file_cut_in_a_row_leaves_a_report(tmp_path: Path) -> None:
+    pure = [FakeRun(precision="bf16_pure", seed=s) for s in (1, 2)]
+    places = write_sweep(tmp_path, *pair_of_arms(*pure))
+    for place in places[1:]:
+        path = place / "metrics.jsonl"
+        path.write_text(path.read_text()[:-9])
+    markdown_of(tmp_path)
+    assert "bf16_pure" in (tmp_path / "report/report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", "one"),
+        ("match_key", None),
+        ("status", "lost"),
+        ("status", None),
+        ("warnings", [1]),
+        ("notices", [{}]),
+    ],
+)
+def test_a_record_of_other_types_is_unreadable_and_named(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    place = write_sweep(tmp_path, FakeRun(), FakeRun(precision="bf16_pure"))[1]
+    record = json.loads((place / "run.json").read_text())
+    (place / "run.json").write_text(json.dumps({**record, key: value}))
+    assert [run.status for run in report_on(tmp_path).runs] == ["completed", "unreadable"]
+    assert "unreadable" in section_of(markdown_of(tmp_path), "Runs & failures")
+
+
+def test_numbers_beyond_all_measure_are_no_numbers(tmp_path: Path) -> None:
+    place = write_sweep(tmp_path, FakeRun(), FakeRun(precision="bf16_pure", loss=1e300))[0]
+    text = (place / "run.json").read_text().replace('"final_eval_loss": 3.0', f'"x": 1{"0" * 400}')
+    (place / "run.json").write_text(text)
+    path = place / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 2', f'"step": 1{"0" * 30}'))
+    markdown_of(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["[1", "*a", ": :", "!!python/object:x"])
+def test_a_filter_that_is_no_yaml_is_text(value: str, tmp_path: Path) -> None:
+    write_sweep(tmp_path, FakeRun())
+    with pytest.raises(UserError, match="seed: no run has"):
+        filtered(tmp_path, seed=value)
+
+
+def test_the_first_finished_run_of_a_seed_counts(tmp_path: Path) -> None:
+    """A repeat of the reference that diverged excuses nobody."""
+    diverged = [FakeRun(precision="bf16_pure", seed=s, status="diverged") for s in (1, 2)]
+    write_sweep(tmp_path / "a", *pair_of_arms(*diverged))
+    write_sweep(tmp_path / "b", FakeRun(seed=1, status="diverged"))
+    arm = arms_of(report_on(tmp_path / "a", tmp_path / "b"))["bf16_pure-anyprecision"]
+    assert arm.comparison is not None
+    assert arm.comparison.verdict == "worse"
+
+
+def test_seeds_that_the_reference_lost_are_named(tmp_path: Path) -> None:
+    write_sweep(
+        tmp_path,
+        *pair_of_arms(*(FakeRun(precision="bf16_pure", seed=s) for s in (1, 2, 3))),
+        FakeRun(seed=3, status="diverged"),
+    )
+    verdict = section_of(markdown_of(tmp_path), "Verdict")
+    assert "`fp32-anyprecision` diverged on seed 3: nothing is compared there." in verdict
+
+
+def test_what_was_not_evaluated_is_not_measured_and_not_never(tmp_path: Path) -> None:
+    for place in write_sweep(tmp_path, *pair_of_arms(FakeRun(precision="bf16_pure", seed=1))):
+        (place / "metrics.jsonl").write_text("")
+    assert all(arm.reach is None for arm in arms_of(report_on(tmp_path)).values())
+
+
+def test_the_last_tenth_is_compared_at_the_same_steps(tmp_path: Path) -> None:
+    places = write_sweep(tmp_path, *pair_of_arms(FakeRun(precision="bf16_pure", seed=1)))
+    path = places[2] / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))  # a lost last row
+    late = arms_of(report_on(tmp_path))["bf16_pure-anyprecision"].late
+    assert late is not None
+    assert late.mean == 0
+
+
+def test_every_form_says_that_a_comparison_is_forced_or_filtered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sweep(tmp_path, *two_learning_rates())
+    assert main([str(tmp_path), "--force", "seed=1", "report.metric=eval_bits_per_byte"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Forced: these runs do not match." in out
+    assert "Only runs with seed=1: 4 of 8; 4 are left out." in out
+    assert "bits per byte (1 % of" in out.replace("0.5 %", "1 %")
+    report = tmp_path / "report"
+    for name in ("report.md", "report.html", "arms.tex"):
+        text = (report / name).read_text(encoding="utf-8")
+        assert "these runs do not match" in text, name
+        assert "4 are left out" in text, name
+    assert "every other value are the same" not in (report / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["seed=1", "seed=2"], "seed: given twice; write seed=1,2"),
+        (["sweep.json"], "sweep.json: not a directory"),
+    ],
+)
+def test_more_mistakes_are_one_line(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_sweep(tmp_path, FakeRun())
+    monkeypatch.chdir(tmp_path)
+    assert main([".", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_small_numbers_do_not_read_as_nothing() -> None:
+    assert fixed(0.00001234) == "1.2e-05"
+    assert fixed(-0.00001234, sign=True) == "-1.2e-05"
+    assert fixed(0.0) == "0.0000"
+
+
+def test_labels_are_no_markup_to_the_terminal_nor_to_latex(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record: dict[str, object] = {"arm": {"precision": "fp32", "optim": "x", "label": r"a[/b]^~\c"}}
+    write_sweep(tmp_path, FakeRun(record=record))
+    assert main([str(tmp_path)]) == 0
+    assert r"a[/b]^~\c" in capsys.readouterr().out
+    tex = (tmp_path / "report/arms.tex").read_text(encoding="utf-8")
+    assert r"a[/b]\textasciicircum{}\textasciitilde{}\textbackslash{}c" in tex

@@ -31,7 +31,7 @@ TRAIN = TrainConfig(
     eval_every=1,
     eval_batches=None,
     checkpoint_every=None,
-        keep_last=2,
+    keep_last=2,
 )
 
 

@@ -87,6 +87,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         elif argument.startswith(("-", "report.")):
             raise UserError(f"{argument}: unknown argument; allowed: {ALLOWED}")
         elif equals and not Path(argument).exists():
+            if key in filters:
+                raise UserError(f"{key}: given twice; write {key}={filters[key]},{value}")
             filters[key] = value
         else:
             directories.append(Path(argument))

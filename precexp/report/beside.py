@@ -11,6 +11,7 @@ from precexp.report.tables import (
     heading,
     link_to,
     markdown_table,
+    short,
     spell_interval,
     whole,
 )
@@ -65,6 +66,8 @@ def _beside_row(arm: ArmResult) -> Sequence[str]:
 
 
 def _amount(value: float | None) -> str:
+    if value is not None and value < 10:
+        return short(value)
     return "never" if value == math.inf else whole(value)
 
 

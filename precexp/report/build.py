@@ -17,7 +17,7 @@ from precexp.report.match import (
     match_groups,
     merge_groups,
 )
-from precexp.report.reach import Reach, last_tenth, reach_of
+from precexp.report.reach import Reach, last_tenth, late_difference, reach_of
 from precexp.report.read import ReportedRun, block, number, read_runs
 from precexp.report.select import select_runs
 from precexp.report.statistics import (
@@ -25,7 +25,6 @@ from precexp.report.statistics import (
     Comparison,
     compare_arms,
     mean_and_std,
-    paired_differences,
 )
 
 METRICS: Mapping[Metric, tuple[str, str]] = {  # words, unit
@@ -309,17 +308,18 @@ def _group(
 def _arm(
     label: str, runs: Sequence[ReportedRun], *, refused: Container[Path], metric: Metric
 ) -> ArmResult:
-    """Of an arm's completed runs of one seed the first counts: the others repeat it."""
+    """Of an arm's finished runs of one seed the first counts: the others repeat it."""
     compared: dict[int, ReportedRun] = {}
     diverged: dict[int, ReportedRun] = {}
     for run in runs:
-        value = metric_of(run, metric)
-        if run.seed is None or run.directory in refused:
+        if run.seed is None or run.directory in refused or run.seed in (*compared, *diverged):
             continue
-        if run.status == "completed" and value is not None and math.isfinite(value):
-            compared.setdefault(run.seed, run)
-        elif run.status == "diverged" or (run.status == "completed" and value is not None):
-            diverged.setdefault(run.seed, run)
+        values = [metric_of(run, metric), result(run, "final_eval_loss")]
+        is_finite = all(math.isfinite(value) for value in values if value is not None)
+        if run.status == "diverged" or (run.status == "completed" and not is_finite):
+            diverged[run.seed] = run
+        elif run.status == "completed" and values[0] is not None:
+            compared[run.seed] = run
     mean, std = mean_and_std([_value(run, metric) for run in compared.values()])
     precision, optim = _choices(runs)
     return ArmResult(
@@ -339,8 +339,15 @@ def _arm(
 
 
 def _late(arm: ArmResult, reference: ArmResult) -> Interval | None:
-    metric: Metric = "last_tenth_eval_loss"
-    return interval_of(paired_differences(_values(reference, metric), _values(arm, metric)))
+    return interval_of(
+        [
+            difference
+            for seed in sorted(arm.compared.keys() & reference.compared.keys())
+            if (mine := arm.compared[seed].curve) is not None
+            and (other := reference.compared[seed].curve) is not None
+            and (difference := late_difference(mine, other)) is not None
+        ]
+    )
 
 
 def _reach(arm: ArmResult, reference: ArmResult) -> Reach | None:

@@ -221,10 +221,12 @@ def _arm(
             one = replace(arm, compared={seed: arm.compared[seed]})
             band = difference_band(one, reference)
             if len(band.step):
+                own = arm.compared[seed].curve
+                assert own is not None  # or there would be no difference
                 gaps.append(
                     {
                         "run": numbers[arm.compared[seed].directory],
-                        **_at(thin_band(band).step, [curves[0]]),
+                        **_at(thin_band(band).step, [own]),
                         "y": _rounded(thin_band(band).mean),
                     }
                 )
@@ -328,14 +330,15 @@ def _end(curve: Curve, limits: Sequence[float] | None) -> Json | None:
 
 
 def _at(steps: Sequence[int] | Indices, curves: Sequence[Curve]) -> dict[str, object]:
-    """The three abscissae of some steps: tokens and seconds are means over the curves.
+    """The three abscissae of some steps: tokens and seconds as means over the curves with these.
 
     `tokens` is one number, the tokens of a step, where every step was served as many.
     """
     step = np.asarray(steps)
-    places = [np.searchsorted(curve.step, step) for curve in curves]
-    tokens = np.mean([c.tokens[i] for c, i in zip(curves, places, strict=True)], axis=0)
-    seconds = np.mean([c.seconds[i] for c, i in zip(curves, places, strict=True)], axis=0)
+    having = [curve for curve in curves if np.isin(step, curve.step).all()]
+    places = [np.searchsorted(curve.step, step) for curve in having]
+    tokens = np.mean([c.tokens[i] for c, i in zip(having, places, strict=True)], axis=0)
+    seconds = np.mean([c.seconds[i] for c, i in zip(having, places, strict=True)], axis=0)
     per_step = tokens[0] / step[0] if step[0] else 0
     even = np.array_equal(tokens, per_step * step)
     return {

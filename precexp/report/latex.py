@@ -5,13 +5,21 @@ from collections.abc import Iterator
 
 from precexp.report.build import ArmResult, Group, Report, bytes_per_param, mean_of
 from precexp.report.tables import NOTHING, fixed, percent, short, verdict_of
+from precexp.report.verdict import banners
 
-SPECIAL = re.compile(r"[&%$#_{}]")
+SPECIAL = re.compile(r"[&%$#_{}\\^~]")
+NAMED = {
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+}
 
 
 def render_latex(report: Report) -> str:
     """A tabular per group of matched runs."""
-    return "\n".join(line for group in report.groups for line in _tabular(group, report))
+    head = [f"% {' '.join(line.split())}" for line in banners(report)]
+    lines = [line for group in report.groups for line in _tabular(group, report)]
+    return "\n".join([*head, *lines])
 
 
 def _tabular(group: Group, report: Report) -> Iterator[str]:
@@ -52,4 +60,4 @@ def _number(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return SPECIAL.sub(lambda found: f"\\{found[0]}", text)
+    return SPECIAL.sub(lambda found: NAMED.get(found[0], f"\\{found[0]}"), text)

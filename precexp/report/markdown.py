@@ -78,7 +78,13 @@ def sections(report: Report, output: Path) -> dict[str, str]:
 
 
 def _matched(report: Report) -> Iterator[str]:
-    if len(report.groups) > 1:
+    if report.forced:
+        yield from markdown_table(
+            ("key", "values"),
+            [(f"`{key}`", " | ".join(values)) for key, values in report.differing.items()],
+        )
+        yield ""
+    elif len(report.groups) > 1:
         yield (
             f"These runs fall into {len(report.groups)} groups that are not compared with each "
             "other, because values differ that an arm may not change:"
@@ -91,17 +97,21 @@ def _matched(report: Report) -> Iterator[str]:
         yield ""
     for group in report.groups:
         yield from heading(group)
-        yield from (f"- {line}" for line in _evidence(group))
+        yield from (f"- {line}" for line in _evidence(group, forced=report.forced))
         yield ""
 
 
-def _evidence(group: Group) -> Iterator[str]:
+def _evidence(group: Group, *, forced: bool) -> Iterator[str]:
     evidence = group.evidence
     seeds = {run.seed for arm in group.arms for run in arm.runs if run.record is not None}
-    yield (
-        f"{plural(len(group.arms), 'arm')}, {plural(len(seeds), 'seed')}, one `match_key` "
-        f"(`{group.match_key[:8]}`): model, data, schedule and every other value are the same."
-    )
+    counts = f"{plural(len(group.arms), 'arm')}, {plural(len(seeds), 'seed')}"
+    if forced:
+        yield f"{counts}, more than one `match_key`: compared because of `--force` alone."
+    else:
+        yield (
+            f"{counts}, one `match_key` (`{group.match_key[:8]}`): model, data, schedule and every "
+            "other value are the same."
+        )
     if evidence.num_checked:
         yield (
             f"{plural(evidence.num_checked, 'run')} checked against another arm's run of the same "

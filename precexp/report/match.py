@@ -9,6 +9,7 @@ from precexp.config import matched_values
 from precexp.record import RunRecord
 from precexp.report.read import ReportedRun, block, number
 
+FORCED = "forced"  # the match_key of a group of runs that do not match
 TITLE_KEYS = 4  # more differing keys than this do not fit a title
 
 
@@ -68,7 +69,7 @@ def merge_groups(
         for key, runs in groups.items()
         for run in runs
     ]
-    return {"forced": merged}
+    return {FORCED: merged}
 
 
 def check_evidence(

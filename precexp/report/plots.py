@@ -22,6 +22,7 @@ from precexp.report.curves import (
     thin,
     train_band,
 )
+from precexp.report.match import FORCED
 from precexp.report.memory import CATEGORIES
 from precexp.report.palette import CATEGORY_COLOURS, COLOURS
 from precexp.report.read import Curve, ReportedRun
@@ -154,7 +155,8 @@ def _draw_losses(axes: Axes, group: Group, labels: Sequence[str]) -> None:
         axes.set_ylim(_limits(np.concatenate(seen), pad=0.05))
     for arm, run, curve in loose:
         _draw_loose(axes, curve, place=labels.index(arm.label), diverged=run.status == "diverged")
-    _set_title(axes, "Eval loss, nats per token", above=group.title)
+    above = "Forced: these runs do not match" if group.match_key == FORCED else group.title
+    _set_title(axes, "Eval loss, nats per token", above=above)
 
 
 def _draw_differences(axes: Axes, group: Group, report: Report) -> None:

@@ -25,7 +25,11 @@ def reach_of(pairs: Iterable[tuple[Curve, Curve]]) -> Reach | None:
 
     An arm has reached the loss at its first evaluation that is not above the reference's last one.
     """
-    reached = [_first_reached(mine, other) for mine, other in pairs]
+    reached = [
+        _first_reached(mine, float(evaluations(other)[-1]))
+        for mine, other in pairs
+        if len(mine.step) and len(evaluations(other))  # else it was not measured
+    ]
     if not reached:
         return None
     return Reach(
@@ -38,8 +42,15 @@ def reach_of(pairs: Iterable[tuple[Curve, Curve]]) -> Reach | None:
 
 def last_tenth(curve: Curve) -> float | None:
     """The mean eval loss over the last 10 % of the evaluations, at least one; None without any."""
-    losses = evaluations(curve)
-    return float(np.mean(losses[-math.ceil(len(losses) / 10) :])) if len(losses) else None
+    return _late_mean(evaluations(curve))
+
+
+def late_difference(curve: Curve, reference: Curve) -> float | None:
+    """The difference in `last_tenth` over the evaluations that both have; None without any."""
+    _, here, there = np.intersect1d(curve.step, reference.step, return_indices=True)
+    gap = curve.eval_loss[here] - reference.eval_loss[there]
+    even = curve.tokens[here] == reference.tokens[there]
+    return _late_mean(gap[np.isfinite(gap) & even])
 
 
 def evaluations(curve: Curve) -> NDArray[np.float64]:
@@ -47,12 +58,13 @@ def evaluations(curve: Curve) -> NDArray[np.float64]:
     return curve.eval_loss[np.isfinite(curve.eval_loss)]
 
 
-def _first_reached(curve: Curve, reference: Curve) -> tuple[float, float]:
-    """The tokens and seconds at which the curve reached the reference's last eval loss."""
-    targets = evaluations(reference)[-1:]
-    if not len(targets):
-        return math.inf, math.inf
-    reached = np.flatnonzero(curve.eval_loss <= targets)
+def _late_mean(values: NDArray[np.float64]) -> float | None:
+    return float(np.mean(values[-math.ceil(len(values) / 10) :])) if len(values) else None
+
+
+def _first_reached(curve: Curve, target: float) -> tuple[float, float]:
+    """The tokens and seconds at which the curve was first at the loss or below."""
+    reached = np.flatnonzero(curve.eval_loss <= target)
     if not len(reached):
         return math.inf, math.inf
     return float(curve.tokens[reached[0]]), float(curve.seconds[reached[0]])

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,9 @@ from precexp.config import UserError
 from precexp.record import RecordError, Row, RunRecord, Status, one_line, read_run
 
 SWEEP_SCHEMA = 1
+LARGEST = 1e100  # a loss beyond is as good as infinite, and axes cannot hold it
 BLOCKS = ("arm", "config", "environment", "evidence", "census", "memory", "timing", "results")
-LISTS = ("warnings", "notices")
+LISTS = {"warnings": dict, "notices": str}
 
 # `missing`: planned, and never started.
 ReportedStatus = Status | Literal["missing", "unreadable"]
@@ -72,7 +73,8 @@ def read_runs(directories: Sequence[Path]) -> list[ReportedRun]:
     found: dict[Path, ReportedRun] = {}
     for directory in directories:
         if not directory.is_dir():
-            raise UserError(f"{directory}: no such directory; give the folder of a run or a sweep")
+            problem = "not a directory" if directory.exists() else "no such directory"
+            raise UserError(f"{directory}: {problem}; give the folder of a run or a sweep")
         below = list(_runs_below(directory))
         if not below:
             raise UserError(f"{directory}: no run.json and no sweep.json in it or below it")
@@ -84,7 +86,13 @@ def read_runs(directories: Sequence[Path]) -> list[ReportedRun]:
 def number(values: Mapping[str, object] | None, key: str) -> float | None:
     """The number under the key; None if it was not measured."""
     value = (values or {}).get(key)
-    return value if isinstance(value, int | float) else None
+    if not isinstance(value, int | float):
+        return None
+    try:
+        float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return value
 
 
 def block(values: Mapping[str, object] | None, key: str) -> Mapping[str, object]:
@@ -120,9 +128,9 @@ def read_plan(path: Path) -> list[PlannedRun]:
         return [
             PlannedRun(
                 directory=path.parent / run["directory"],
-                arm=run["arm"],
-                seed=run["seed"],
-                config_hash=run["config_hash"],
+                arm=str(run["arm"]),
+                seed=int(run["seed"]),
+                config_hash=str(run["config_hash"]),
             )
             for run in values["runs"]
         ]
@@ -159,7 +167,7 @@ def _read(directory: Path, *, planned: bool, plan: PlannedRun | None = None) -> 
             record=recorded.record,
             curve=_curve(recorded.rows),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:  # whatever is in a broken file
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # a broken file
         return _unreadable(directory, error, planned=planned, plan=plan)
 
 
@@ -170,11 +178,15 @@ def _check_blocks(record: RunRecord) -> None:
         if not isinstance(value, dict):
             raise RecordError(f"run.json: {name} is not a block of keys")
         setattr(record, name, value)
-    for name in LISTS:
+    for name, kind in LISTS.items():
         value = getattr(record, name) or []
-        if not isinstance(value, list):
-            raise RecordError(f"run.json: {name} is not a list")
+        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+            raise RecordError(f"run.json: {name} is not a list of what it should be")
         setattr(record, name, value)
+    if not isinstance(record.seed, int) or not isinstance(record.match_key, str):
+        raise RecordError("run.json: seed or match_key is of another type")
+    if record.status not in get_args(Status):
+        raise RecordError(f"run.json: status {record.status!r} is none of precexp's")
 
 
 def _unreadable(
@@ -208,4 +220,6 @@ def _curve(rows: Sequence[Row]) -> Curve:
 
 
 def _column(values: Sequence[float | None]) -> NDArray[np.float64]:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    column = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    column[np.abs(column) > LARGEST] = np.inf
+    return column

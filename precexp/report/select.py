@@ -38,7 +38,7 @@ def select_runs(runs: Sequence[ReportedRun], filters: Mapping[str, str]) -> Sele
             near = difflib.get_close_matches(key, known, n=3) or sorted(known)[:10]
             raise UserError(f"{key}: no run has this key; the nearest: {', '.join(near)}")
         there = {str(values[id(run)].get(key)) for run in kept}
-        wanted = [yaml.safe_load(part) for part in text.split(",")]
+        wanted = [_parsed(part) for part in text.split(",")]
         kept = [run for run in kept if _matches(values[id(run)].get(key), wanted)]
         if not kept:
             raise UserError(f"{key}: no run has {text!r}; there are: {', '.join(sorted(there))}")
@@ -52,6 +52,14 @@ def select_runs(runs: Sequence[ReportedRun], filters: Mapping[str, str]) -> Sele
 def _values(record: RunRecord) -> dict[str, object]:
     arm = {key: record.arm.get("label" if key == "arm" else key) for key in ARM_KEYS}
     return {**dict(flatten(record.config)), **arm}
+
+
+def _parsed(text: str) -> object:
+    """The text as YAML reads it, or as it is where it is no YAML."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _matches(value: object, wanted: Sequence[object]) -> bool:

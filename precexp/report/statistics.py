@@ -173,7 +173,7 @@ def _reason(
         side = {"equivalent": "inside ±", "worse": "above +", "better": "below -"}[verdict]
         return f"the interval is wholly {side}margin"
     if not differences:
-        return "no seed with a completed, matched run of both"
+        return "no seed with a completed, matched run of both in which this was measured"
     if len(differences) == 1:
         return "one seed shows no spread; at least 2 are needed"
     low, high = paired_interval(differences)

@@ -25,7 +25,10 @@ def fixed(value: float | None, digits: int = 4, *, sign: bool = False) -> str:
     """The number with so many decimals, or a dash."""
     if value is None:
         return NOTHING
-    return f"{value:{'+' if sign else ''}.{digits}f}" if math.isfinite(value) else str(value)
+    plus = "+" if sign else ""
+    if 0 < abs(value) < 10**-digits:  # or it would read as nothing
+        return f"{value:{plus}.2g}"
+    return f"{value:{plus}.{digits}f}" if math.isfinite(value) else str(value)
 
 
 def whole(value: float | None) -> str:

@@ -19,6 +19,7 @@ from precexp.report.build import (
     timing,
 )
 from precexp.report.tables import NOTHING, fixed, percent, plural, short, verdict_of, whole
+from precexp.report.verdict import banners
 
 OTHER_COLUMNS = 64  # the width of the verdict table without its first column
 VERDICT_STYLES = {"equivalent": "green", "better": "cyan", "worse": "red", "undecided": "yellow"}
@@ -26,8 +27,11 @@ VERDICT_STYLES = {"equivalent": "green", "better": "cyan", "worse": "red", "unde
 
 def print_report(report: Report, console: Console, output: Path | None = None) -> None:
     """Prints the verdicts, what went wrong and where `write_report` put the files."""
+    for line in banners(report):
+        console.print(Text(line.replace("**", "").replace("`", ""), style="bold"))
     for group in report.groups:
-        console.print(_table(group, label_width=max(16, console.width - OTHER_COLUMNS)))
+        width = max(16, console.width - OTHER_COLUMNS)
+        console.print(_table(group, report, label_width=width))
         for line in _notes(group, report):
             console.print(Text(line))
         console.print()
@@ -41,7 +45,7 @@ def print_report(report: Report, console: Console, output: Path | None = None) -
     console.print(Text(f"Report: {(output or report.output) / 'report.html'}"), soft_wrap=True)
 
 
-def _table(group: Group, *, label_width: int) -> Table:
+def _table(group: Group, report: Report, *, label_width: int) -> Table:
     table = Table(
         title=Text(group.title) if group.title else None,
         title_justify="left",
@@ -50,14 +54,15 @@ def _table(group: Group, *, label_width: int) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column("arm", no_wrap=True)
-    for name in ("seeds", "final\neval\nloss", "difference\n90 % interval"):
+    words = "\n".join(textwrap.wrap(report.words, 12))
+    for name in ("seeds", words, "difference\n90 % interval"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for name in ("bytes/\nparam", "tokens\nper s"):
         table.add_column(name, justify="right", no_wrap=True)
     for arm in group.arms:
         label = "\n".join(textwrap.wrap(arm.label, label_width))
-        table.add_row(label, *_numbers(arm, group))
+        table.add_row(Text(label), *_numbers(arm, group))
     return table
 
 
@@ -101,8 +106,8 @@ def _notes(group: Group, report: Report) -> list[str]:
         if arm.comparison is not None and arm.comparison.verdict == "undecided"
     ]
     if group.margin is not None:
-        size = f"{percent(report.margin)} of {group.reference}'s loss"
-        notes.insert(0, f"Margin ±{fixed(group.margin)} nats per token ({size}).")
+        size = f"{percent(report.margin)} of {group.reference}'s mean"
+        notes.insert(0, f"Margin ±{fixed(group.margin)} {report.unit} ({size}).")
     refused = group.evidence.refused
     if refused:
         count = plural(len(refused), "run")

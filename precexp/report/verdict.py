@@ -53,7 +53,9 @@ def verdict_section(report: Report) -> Iterator[str]:
             "(see [Runs & failures](#runs--failures))."
         )
         yield ""
-    yield from _banners(report)
+    for line in banners(report):
+        yield line
+        yield ""
     if not report.groups:
         yield "Nothing was recorded that could be compared."
     for group in report.groups:
@@ -74,8 +76,8 @@ def verdict_section(report: Report) -> Iterator[str]:
     yield RULE
 
 
-def _banners(report: Report) -> Iterator[str]:
-    """What a reader must know before any number."""
+def banners(report: Report) -> Iterator[str]:
+    """What a reader must know before any number, a line each."""
     if report.forced:
         keys = [f"`{key}` ({' | '.join(found)})" for key, found in report.differing.items()]
         yield (
@@ -83,7 +85,6 @@ def _banners(report: Report) -> Iterator[str]:
             f"{escape(', '.join(keys)) or 'what their match_key covers'}. No verdict below is one "
             "on precision alone."
         )
-        yield ""
     if report.filters:
         filters = ", ".join(f"`{key}={value}`" for key, value in report.filters.items())
         without = ""
@@ -94,7 +95,6 @@ def _banners(report: Report) -> Iterator[str]:
             f"Only runs with {escape(filters)}: {count} of {count + report.num_filtered}; "
             f"{report.num_filtered} are left out{without}."
         )
-        yield ""
 
 
 def _noise(group: Group, report: Report) -> str:
@@ -124,7 +124,17 @@ def _sentences(group: Group, report: Report) -> Iterator[str]:
             gap = f" {fixed(against.difference, sign=True)} {report.unit}"
             gap += f" over {plural(against.num_pairs, 'seed')};"
         verdict = f"**{against.verdict}**{PREPOSITIONS[against.verdict]} `{reference.label}`"
-        yield f"`{arm.label}` is {verdict}:{gap} {against.reason}."
+        yield f"`{arm.label}` is {verdict}:{gap} {against.reason}.{_doubts(arm, group)}"
+    lost = sorted(reference.diverged.keys() - reference.compared.keys())
+    if lost and others:
+        seeds = f"{'seed' if len(lost) == 1 else 'seeds'} {', '.join(map(str, lost))}"
+        yield f"The reference `{reference.label}` diverged on {seeds}: nothing is compared there."
+
+
+def _doubts(arm: ArmResult, group: Group) -> str:
+    """What the matched check could not see of the arm."""
+    unseen = [line for line in group.evidence.unverified if line.startswith(f"{arm.label}, seed ")]
+    return " Not all of its runs could be checked to match (see Matched check)." if unseen else ""
 
 
 def _verdict_row(arm: ArmResult, group: Group) -> Sequence[str]:

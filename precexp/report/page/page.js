@@ -19,6 +19,7 @@
 
   function sortBy(table, column, descending) {
     const body = table.tBodies[0];
+    if (!body) return;
     const rows = [...body.rows].map((row) => {
       const text = row.cells[column].textContent.trim();
       return { row, text, number: numberOf(text) };
