@@ -265,6 +265,8 @@ def _show(hydra: Hydra, args: argparse.Namespace, parser: argparse.ArgumentParse
     elif args.hydra_help:
         hydra.hydra_help(config_name=config_name, args_parser=parser, args=args)
     elif args.cfg:
+        if args.multirun:
+            raise UserError("-m, --cfg: one config is shown; leave -m out and give one value a key")
         _compose(hydra, config_name, args.overrides, RunMode.RUN)
         hydra.show_cfg(config_name, args.overrides, args.cfg, args.package, args.resolve)
     elif args.shell_completion:

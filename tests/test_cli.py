@@ -302,6 +302,13 @@ def test_a_config_is_shown_and_nothing_runs(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_a_sweep_no_config_is_shown(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("-m", "--cfg", "job", "precision=fp32,bf16_pure") == 2
+    assert "leave -m out" in capsys.readouterr().err
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"precexp {__version__}\n"

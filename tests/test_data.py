@@ -409,6 +409,20 @@ def test_ids_beyond_the_models_vocabulary_are_refused_before_the_text_is_read(
     )
 
 
+def test_a_folder_without_tokenizer_files_is_refused(config: DataConfig, tmp_path: Path) -> None:
+    """transformers makes an empty tokenizer of it, which would encode any text to nothing."""
+    from transformers import GPT2Config
+
+    GPT2Config(vocab_size=2048, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"model\.path: .*model has no tokenizer files"):
+        load_blocks(
+            replace(config, tokenizer=None),
+            model_path=str(tmp_path / "model"),
+            vocab_size=2048,
+            trust_remote_code=False,
+        )
+
+
 def test_a_tokenizer_may_be_a_file_or_a_folder(config: DataConfig, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 

@@ -138,6 +138,12 @@ def _from_transformers(key: str, name: str, trust_remote_code: bool) -> Tokenize
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise hub_error(key, name, error) from None
     origin = f"{key}: {name}"
+    # From a folder without its files transformers makes a tokenizer of special tokens alone.
+    if not loaded.get_vocab().keys() - set(loaded.all_special_tokens):
+        raise UserError(
+            f"{origin} has no tokenizer files; give data.tokenizer=FOLDER (or a tokenizer.json, or "
+            "bundled)"
+        )
     if loaded.is_fast:
         return _from_raw(origin, loaded.backend_tokenizer, separator_id=loaded.eos_token_id)
     return _from_slow(origin, loaded)
