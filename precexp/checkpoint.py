@@ -5,7 +5,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from precexp.config import UserError
 from precexp.data import Batches
 from precexp.record import one_line, to_json
 
@@ -42,13 +44,15 @@ def save_checkpoint(
     scaler: torch.amp.GradScaler,
     batches: Batches,
     config_hash: str,
+    rows_sha256: str,
     keep_last: int,
 ) -> Path:
     """Writes `directory`/step-<step>/ whole or not at all, and keeps the last few.
 
     It holds model.safetensors (tied parameters once), optimizer.safetensors (states in their own
     dtypes, as <parameter>/<state>), rng.safetensors and checkpoint.json with the files' sizes and
-    sha256. Raises OSError if it cannot be written; the earlier ones are there still.
+    sha256, and those of the rows so far and of itself. Raises OSError if it cannot be written; the
+    earlier ones are there still.
     """
     final = directory / f"step-{step:08d}"
     partial = directory / f".{final.name}.partial"
@@ -73,6 +77,7 @@ def save_checkpoint(
             "step": step,
             "tokens": tokens,
             "config_hash": config_hash,
+            "rows_sha256": rows_sha256,
             "position": batches.position,
             "data_hash": batches.data_hash,
             "scaler": scaler.state_dict(),
@@ -81,6 +86,7 @@ def save_checkpoint(
             "bytes": {name: (partial / name).stat().st_size for name in files},
             "sha256": {name: _sha256(partial / name) for name in files},
         }
+        facts["own_sha256"] = _own_sha256(json.loads(to_json(facts)))
         (partial / "checkpoint.json").write_text(to_json(facts, indent=1) + "\n", encoding="utf-8")
         for path in (*partial.iterdir(), partial):
             _sync(path)
@@ -90,25 +96,34 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f"{final}: checkpoint not written ({one_line(error)})") from error
     _sync(directory)
-    for old in _steps(directory)[:-keep_last]:
+    kept = [path for path in _steps(directory) if path.name <= final.name][-keep_last:]
+    for old in set(_steps(directory)) - set(kept):  # those beyond were found of no use
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
 def find_checkpoint(
-    directory: Path, *, config_hash: str, last_step: int
+    directory: Path, *, config_hash: str, rows_sha256_at: Callable[[int], str | None]
 ) -> tuple[Checkpoint | None, Sequence[str]]:
-    """The newest whole checkpoint of this config up to a step, and a line per damaged one."""
+    """The newest whole checkpoint of these rows, and a line per one that cannot be used.
+
+    `rows_sha256_at` gives the hash of the rows up to a step, None where they do not reach it.
+    Raises UserError for a checkpoint of another config.
+    """
     problems: list[str] = []
+    for partial in directory.glob(".step-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
     for folder in reversed(_steps(directory)):
         try:
-            checkpoint = _verified(folder, config_hash=config_hash)
+            checkpoint = verified(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"checkpoint {folder.name} is damaged and not used ({one_line(error)})")
             continue
-        if checkpoint.step <= last_step:
+        if checkpoint.facts["config_hash"] != config_hash:
+            raise UserError(f"{folder}: a checkpoint of another config; choose another name=")
+        if checkpoint.facts["rows_sha256"] == rows_sha256_at(checkpoint.step):
             return checkpoint, problems
-        problems.append(f"checkpoint {folder.name} is beyond the recorded rows and not used")
+        problems.append(f"checkpoint {folder.name} is not of the recorded rows and not used")
     return None, problems
 
 
@@ -157,13 +172,21 @@ def load_tensors(
     )
 
 
-def _verified(folder: Path, *, config_hash: str) -> Checkpoint:
-    """Raises ValueError, OSError, KeyError or TypeError for what is not whole or another run's."""
+def newest_checkpoint(directory: Path) -> Checkpoint | None:
+    """The newest whole one, whatever the rows."""
+    for folder in reversed(_steps(directory)):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return verified(folder)
+    return None
+
+
+def verified(folder: Path) -> Checkpoint:
+    """Raises ValueError, OSError, KeyError or TypeError for what is not whole."""
     facts = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
     if facts["schema"] > SCHEMA:
         raise ValueError(f"schema {facts['schema']}; this precexp reads up to {SCHEMA}")
-    if facts["config_hash"] != config_hash:
-        raise ValueError("it is of another config")
+    if facts.pop("own_sha256") != _own_sha256(facts):
+        raise ValueError("checkpoint.json has another sha256")
     for name, digest in facts["sha256"].items():
         path = folder / name
         if path.stat().st_size != facts["bytes"][name]:
@@ -177,7 +200,8 @@ def _verified(folder: Path, *, config_hash: str) -> Checkpoint:
 
 def _steps(directory: Path) -> list[Path]:
     """The checkpoints' folders by step; names sort as numbers do up to 10^8 steps."""
-    return sorted(directory.glob("step-*"), key=lambda path: (len(path.name), path.name))
+    found = (path for path in directory.glob("step-*") if path.is_dir())
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def _rng_states() -> dict[str, Tensor]:
@@ -200,6 +224,10 @@ def _set_rng_states(torch_states: Mapping[str, Tensor], others: Mapping[str, Any
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = others["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _own_sha256(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -143,8 +143,11 @@ def _run(hydra: Hydra, args: argparse.Namespace) -> int:
     )
     preflight(planned, directory)
 
-    flag = "-m " if args.multirun else ""
-    print(f"carry on with: python -m precexp {flag}{shlex.join(overrides)}", flush=True)
+    flags = ["-m"] if args.multirun else []
+    for option, value in (("--config-dir", args.config_dir), ("--config-name", args.config_name)):
+        flags += [option, value] if value else []
+    command = shlex.join(["python", "-m", "precexp", *flags, *overrides])
+    print(f"carry on with: {command}", flush=True)
     if not is_sweep:
         result = hydra.run(config_name, _job, overrides, with_log_configuration=False)
         print(f"{read_record(directory / 'run.json').status}: {directory}")

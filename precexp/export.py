@@ -55,22 +55,18 @@ def export(run: Path, output: Path, *, dtype: Dtype) -> int:
 
     import torch  # seconds
 
-    from precexp.checkpoint import find_checkpoint, load_tensors
+    from precexp.checkpoint import load_tensors, newest_checkpoint
     from precexp.data.tokenizer import save_tokenizer
     from precexp.model import build_model
     from precexp.optim import AnyPrecisionAdamW, build_optimizer
     from precexp.precision import build_precision
 
-    checkpoint, problems = find_checkpoint(
-        run / "checkpoints", config_hash=record.config_hash, last_step=sys.maxsize
-    )
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    if checkpoint is None:
+    checkpoint = newest_checkpoint(run / "checkpoints")
+    if checkpoint is None or checkpoint.facts["config_hash"] != record.config_hash:
         raise UserError(
             f"{run}: no whole checkpoint in it to export; run with train.checkpoint_every=STEPS"
         )
-    last = record.results.get("steps")
+    last = (record.results or {}).get("steps")
     if last is not None and checkpoint.step != last:
         print(f"the run went on to step {last}; its last checkpoint is older", file=sys.stderr)
 

@@ -5,9 +5,11 @@ No torch here: reports read records on machines that have none.
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,6 +37,10 @@ FINISHED = ("completed", "diverged")  # what a sweep that is carried on leaves a
 
 class RecordError(UserError):
     """A record that cannot be read, or a run directory that cannot be taken."""
+
+
+class NewerSchemaError(RecordError):
+    """A record of a later precexp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +122,7 @@ class RunWriter:
             )
             self._take_over(config)
             self.rows = _readable_rows(directory / "metrics.jsonl")
+            self._hash = hashlib.sha256()
             self._replace()
             self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
         except BaseException:
@@ -145,8 +152,9 @@ class RunWriter:
         self.rows = [row for row in self.rows if row.step <= step]
         self._file.close()
         path = self.directory / "metrics.jsonl"
-        text = "".join(to_json(dataclasses.asdict(row)) + "\n" for row in self.rows)
+        text = "".join(map(_line_of, self.rows))
         _replace_text(path, text)
+        self._hash = hashlib.sha256(text.encode())
         self._file = path.open("a", encoding="utf-8")
         hashes = self.record.evidence["data_hash_at"]
         assert isinstance(hashes, dict)
@@ -155,8 +163,21 @@ class RunWriter:
 
     def write(self, row: Row) -> None:
         """Appends the row; it is with the operating system when this returns."""
-        self._file.write(to_json(dataclasses.asdict(row)) + "\n")
+        line = _line_of(row)
+        self._file.write(line)
         self._file.flush()
+        self._hash.update(line.encode())
+
+    @property
+    def rows_sha256(self) -> str:
+        """Of all rows of metrics.jsonl so far."""
+        return self._hash.hexdigest()
+
+    def rows_sha256_at(self, step: int) -> str | None:
+        """Of the rows that an earlier attempt left, up to the step; None if they end before it."""
+        if step > len(self.rows):
+            return None
+        return hashlib.sha256("".join(map(_line_of, self.rows[:step])).encode()).hexdigest()
 
     def update(self, **changes: object) -> None:
         """Changes keys of run.json and replaces the file."""
@@ -194,14 +215,22 @@ class RunWriter:
             return
         try:
             earlier = read_record(path)
+            if not isinstance(earlier.config, dict) or not isinstance(earlier.evidence, dict):
+                raise RecordError(f"{path}: config or evidence is not a block of keys")
+        except NewerSchemaError:
+            raise
         except RecordError as error:
-            kept = path.with_name("run.json.damaged")
-            path.replace(kept)
-            self.record.notices.append(f"run.json could not be read, and is {kept.name}: {error}")
+            for name in ("run.json", "metrics.jsonl"):
+                found = self.directory / name
+                if found.exists():
+                    shutil.copyfile(found, found.with_name(f"{name}.damaged"))
+            self.record.notices.append(
+                f"run.json could not be read, and is kept as .damaged: {error}"
+            )
             return
         if problem := taken_by(earlier, config):
             raise RecordError(f"{self.directory}: {problem}; choose another name=")
-        self.record.evidence = {**self.record.evidence, **(earlier.evidence or {})}
+        self.record.evidence = {**self.record.evidence, **earlier.evidence}
         self.record.census = earlier.census
         self.record.notices = earlier.notices or []
         self.record.warnings = earlier.warnings or []
@@ -213,7 +242,7 @@ class RunWriter:
 def taken_by(record: RunRecord, config: RunConfig) -> str | None:
     """Why a run of this config cannot go on with the record; None if it can."""
     if record.config_hash != config_hash(config):
-        differing = differing_keys(record.config, as_dict(config))
+        differing = differing_keys(record.config or {}, as_dict(config))
         return f"holds a run of another config ({', '.join(differing) or 'of another precexp'})"
     if record.status in FINISHED:
         return f"holds a run already, which has {record.status}"
@@ -277,7 +306,8 @@ def read_record(path: Path) -> RunRecord:
     values = _read_object(path)
     schema = values.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA:
-        raise RecordError(f"{path}: schema {schema!r}; this precexp reads up to {SCHEMA}")
+        kind = NewerSchemaError if isinstance(schema, int) else RecordError
+        raise kind(f"{path}: schema {schema!r}; this precexp reads up to {SCHEMA}")
     known = {f.name for f in dataclasses.fields(RunRecord)}
     required = {"run_id", "config_hash", "match_key", "arm", "seed", "config"}
     if missing := sorted(required - values.keys()):
@@ -298,6 +328,10 @@ def _read_rows(path: Path) -> Iterator[Row]:
                 yield Row(**{name: _read_floats(values.get(name)) for name in names})  # type: ignore[arg-type]
             except (ValueError, AttributeError):
                 raise RecordError(f"{path}: line {number} is not a row") from None
+
+
+def _line_of(row: Row) -> str:
+    return to_json(dataclasses.asdict(row)) + "\n"
 
 
 def _readable_rows(path: Path) -> list[Row]:

@@ -103,6 +103,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                     scaler=scaler,
                     batches=batches,
                     config_hash=record.record.config_hash,
+                    rows_sha256=record.rows_sha256,
                     keep_last=config.train.keep_last,
                 )
 
@@ -162,7 +163,9 @@ def _rewind(record: RunWriter, directory: Path) -> Checkpoint | None:
     """Takes the record back to the newest whole checkpoint, or to nothing; returns that one."""
     rows = record.rows
     checkpoint, problems = find_checkpoint(
-        directory, config_hash=record.record.config_hash, last_step=len(rows)
+        directory,
+        config_hash=record.record.config_hash,
+        rows_sha256_at=record.rows_sha256_at,
     )
     _tell(record, problems)
     step = checkpoint.step if checkpoint is not None else 0

@@ -24,6 +24,7 @@ from precexp.config import (
     differing_keys,
 )
 from precexp.record import (
+    NewerSchemaError,
     RecordError,
     Status,
     lock_directory,
@@ -72,6 +73,8 @@ def finished(planned: PlannedRun) -> Status | None:
         return None
     try:
         record = read_record(path)
+    except NewerSchemaError:
+        raise
     except RecordError:
         return None  # the run sets it aside
     problem = taken_by(record, planned.config)
@@ -89,7 +92,7 @@ def changes(planned: Sequence[PlannedRun]) -> list[str]:
         for path in sorted(run.directory.parent.glob(f"seed-{run.config.seed}-*/run.json")):
             with suppress(RecordError):
                 earlier = read_record(path)
-                differing = differing_keys(earlier.config, as_dict(run.config))
+                differing = differing_keys(earlier.config or {}, as_dict(run.config))
                 if differing and not run.directory.exists():
                     text = ", ".join(differing)
                     lines[text] = lines.get(text, 0) + 1

@@ -35,6 +35,7 @@ def save(directory: Path, step: int) -> tuple[Path, dict[str, torch.Tensor], tor
         scaler=scaler,
         batches=batches,
         config_hash="abc",
+        rows_sha256="def",
         keep_last=2,
     )
     return folder, {name: p.detach() for name, p in model.named_parameters()}, optimizer
