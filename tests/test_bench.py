@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from precexp.bench import optimizer
+from precexp.bench.__main__ import main
 
 MICRO = (
     "model.hidden_size=16", "model.word_embed_proj_dim=16", "model.ffn_dim=32",
@@ -36,7 +37,9 @@ def test_every_candidate_has_a_row_and_those_of_gpus_no_number(tmp_path: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is there")
-def test_a_gpu_that_is_not_there_is_an_error_in_one_line() -> None:
-    done = bench("--device", "cuda")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "precexp: --device cuda: torch sees no CUDA GPU here"
+def test_a_gpu_that_is_not_there_is_an_error_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["optimizer", "--device", "cuda"]) == 2
+    error = capsys.readouterr().err
+    assert error == "precexp: --device cuda: torch sees no CUDA GPU here\n"

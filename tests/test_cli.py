@@ -53,6 +53,15 @@ def command(
     signal.signal(signal.SIGTERM, handler)
 
 
+planned_memory = run_module.planned_memory
+
+
+@pytest.fixture(autouse=True)
+def _no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning takes longer than a micro run; tests/test_memory.py has it."""
+    monkeypatch.setattr(run_module, "planned_memory", lambda *_: None)
+
+
 def records(directory: Path) -> dict[str, dict]:
     """run.json of every run below the directory, by the run's path."""
     return {
@@ -65,7 +74,10 @@ def rows(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_single_run_leaves_its_record(command: Callable[..., int], tmp_path: Path) -> None:
+def test_a_single_run_leaves_its_record(
+    command: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "planned_memory", planned_memory)
     assert command("precision=bf16_pure", "name=one") == 0
     directory = tmp_path / "outputs" / "one"
     assert {p.name for p in directory.iterdir()} == {".hydra", "run.json", "metrics.jsonl"}

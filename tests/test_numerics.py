@@ -26,7 +26,7 @@ def test_the_published_variance_stays_where_it_was() -> None:
     assert numerics.variance_ratio("published", 0.999) > 50  # seen 82
 
 
-@pytest.mark.parametrize("beta2", numerics.BETAS2)
+@pytest.mark.parametrize("beta2", [pytest.param(0.95, marks=pytest.mark.slow), 0.999])
 def test_updates_follow_a_float64_adamw(beta2: float) -> None:
     errors = numerics.update_errors(compose(numerics.OVERRIDES).config, beta2=beta2)
     assert errors["default"] <= 8e-3  # seen 7.4e-3 at 0.999, 1.9e-3 at 0.95

@@ -23,6 +23,12 @@ from tests.test_cli import MICRO
 # The memory of a micro run is of no interest here, and planning it takes longer than training it.
 EVERY = ("train.max_steps=12", "train.eval_every=4", "train.checkpoint_every=5", "train.lr=1e-2")
 RECIPES = ("fp32", "bf16_mixed", "fp16_amp", "bf16_pure", "bf16_plain")
+QUICK = (
+    ("fp16_amp", "anyprecision"),
+    ("bf16_pure", "anyprecision"),
+    ("bf16_pure", "anyprecision_packed"),
+    ("bf16_mixed", "adamw"),
+)
 OPTIMIZERS = ("anyprecision", "anyprecision_packed", "anyprecision_published", "adamw")
 
 
@@ -94,9 +100,7 @@ def check_resume(tmp_path: Path, cache_dir: Path, *overrides: str, kill_at: int 
         pytest.param(
             precision,
             optim,
-            marks=()
-            if precision == "bf16_pure" or (optim == "anyprecision" and precision != "bf16_plain")
-            else pytest.mark.slow,
+            marks=() if (precision, optim) in QUICK else pytest.mark.slow,
         )
         for precision in RECIPES
         for optim in OPTIMIZERS
@@ -186,7 +190,15 @@ def damage_position(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [damage_flip, damage_cut, damage_facts, damage_missing, damage_position]
+    "damage",
+    [
+        damage_flip,
+        damage_position,
+        *(
+            pytest.param(d, marks=pytest.mark.slow)
+            for d in (damage_cut, damage_facts, damage_missing)
+        ),
+    ],
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     damage: Callable[[Path], None], tmp_path: Path, cache_dir: Path
@@ -348,6 +360,7 @@ def test_handlers_are_put_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 def test_the_same_command_carries_on_after_a_kill(tmp_path: Path, cache_dir: Path) -> None:
     directory = tmp_path / "outputs/x"
     steps = ("train.max_steps=400", "train.eval_every=400", "train.checkpoint_every=20")
