@@ -5,8 +5,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,12 +112,8 @@ def find_checkpoint(
     problems: list[str] = []
     for partial in directory.glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
-    for folder in reversed(_steps(directory)):
-        try:
-            checkpoint = verified(folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            problems.append(f"checkpoint {folder.name} is damaged and not used ({one_line(error)})")
-            continue
+    for checkpoint in _whole(directory, problems):
+        folder = checkpoint.directory
         if checkpoint.facts["config_hash"] != config_hash:
             raise UserError(f"{folder}: a checkpoint of another config; choose another name=")
         if checkpoint.facts["rows_sha256"] == rows_sha256_at(checkpoint.step):
@@ -174,13 +169,19 @@ def load_tensors(
 
 def newest_checkpoint(directory: Path) -> Checkpoint | None:
     """The newest whole one, whatever the rows."""
+    return next(_whole(directory, []), None)
+
+
+def _whole(directory: Path, problems: list[str]) -> Iterator[Checkpoint]:
+    """The checkpoints that are whole, from the newest on; a line to `problems` per damaged one."""
     for folder in reversed(_steps(directory)):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return verified(folder)
-    return None
+        try:
+            yield _verified(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"checkpoint {folder.name} is damaged and not used ({one_line(error)})")
 
 
-def verified(folder: Path) -> Checkpoint:
+def _verified(folder: Path) -> Checkpoint:
     """Raises ValueError, OSError, KeyError or TypeError for what is not whole."""
     facts = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
     if facts["schema"] > SCHEMA:

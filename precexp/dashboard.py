@@ -24,11 +24,10 @@ from omegaconf import OmegaConf
 
 from precexp.comparison import Comparison, compare, log_comparison, values_of
 from precexp.config import UserError, WandbConfig, conf_dir
-from precexp.record import one_line, read_record
+from precexp.record import one_line
 from precexp.report import Report, write_report
-from precexp.report.__main__ import ALLOWED, parse_arguments, report_for
+from precexp.report.__main__ import ALLOWED, parse_arguments, recorded_blocks, report_for
 from precexp.report.__main__ import Arguments as ReportArguments
-from precexp.report.read import block
 from precexp.tracking import (
     RunIdentity,
     environment,
@@ -108,14 +107,8 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 def recorded_wandb(directories: Sequence[Path]) -> WandbConfig:
     """The `wandb` block of the first readable run, with what it lacks from config.yaml."""
     values = dict(OmegaConf.load(conf_dir() / "config.yaml").wandb)
-    for path in (path for directory in directories for path in sorted(directory.rglob("run.json"))):
-        try:
-            recorded = block(read_record(path).config, "wandb")
-        except UserError:
-            continue  # the report says what is wrong with it
-        if recorded:
-            values |= {key: recorded[key] for key in values if key in recorded}
-            break
+    recorded = next(filter(None, recorded_blocks(directories, "wandb")), {})
+    values |= {key: recorded[key] for key in values if key in recorded}
     return WandbConfig(**{**values, "tags": tuple(values["tags"])})
 
 

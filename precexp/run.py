@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +93,16 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                 record.update(census=take_census(model).as_record())
             init_bytes = ledger.model_bytes(begun, model, optimizer)
 
-            def save(row: Row) -> None:
-                save_checkpoint(
-                    directory / "checkpoints",
-                    step=row.step,
-                    tokens=row.tokens,
-                    model=model,
-                    optimizer=optimizer,
-                    scaler=scaler,
-                    batches=batches,
-                    config_hash=record.record.config_hash,
-                    rows_sha256=record.rows_sha256,
-                    keep_last=config.train.keep_last,
-                )
-
+            save = partial(
+                save_checkpoint,
+                directory / "checkpoints",
+                model=model,
+                optimizer=optimizer,
+                scaler=scaler,
+                batches=batches,
+                config_hash=record.record.config_hash,
+                keep_last=config.train.keep_last,
+            )
             for event in train(
                 model,
                 optimizer,
@@ -129,15 +125,15 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                     sink.write(event)
                 if event.eval_loss is not None:
                     record.evidence(data_hash=batches.data_hash, at_step=event.step)
+                # On CUDA the model may be ahead of the row: then a later row is the place to stop.
+                served = batches.position * blocks.train.shape[1]
+                stops = interrupts.asked is not None and event.tokens == served
                 is_due = checkpoints_at(event.step, config.train, total_steps=total_steps)
-                if is_due and not has_diverged(event):
-                    save(event)
+                if (is_due or stops) and not has_diverged(event):
+                    save(step=event.step, tokens=event.tokens, rows_sha256=record.rows_sha256)
                 if outcome.gave_up:
                     break
-                # On CUDA the model may be ahead of the row: then a later row is the place to stop.
-                if interrupts.asked and event.tokens == batches.position * blocks.train.shape[1]:
-                    if not has_diverged(event):
-                        save(event)
+                if stops:
                     raise KeyboardInterrupt(f"by {interrupts.asked} after step {event.step}")
 
         record.evidence(data_hash=batches.data_hash)

@@ -19,39 +19,7 @@ from precexp.cli import compose, main
 from precexp.config import UserError
 from precexp.record import read_run
 from precexp.sweep import PlannedRun
-
-MICRO = (
-    "model.hidden_size=16",
-    "model.ffn_dim=32",
-    "model.word_embed_proj_dim=16",
-    "model.num_hidden_layers=1",
-    "model.num_attention_heads=2",
-    "data.block_size=32",
-    "train.batch_size=2",
-    "train.eval_batch_size=2",
-    "train.max_steps=4",
-    "train.eval_every=2",
-    "train.eval_batches=1",
-    "train.warmup_steps=1",
-    "wandb.mode=disabled",
-)
-
-
-@pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def command(
-    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., int]]:
-    """Runs the command line in an empty folder with a micro model; returns the exit code."""
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield lambda *arguments: main([*MICRO, f"data.cache_dir={cache_dir}", *arguments])
-    signal.signal(signal.SIGTERM, handler)
-
+from tests.micro import MICRO
 
 planned_memory = run_module.planned_memory
 

@@ -14,14 +14,9 @@ from precexp.export import main
 from precexp.precision import build_precision
 from precexp.record import read_record
 from precexp.train import evaluate
-from tests.test_cli import MICRO
+from tests.micro import MICRO
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 def run(directory: Path, cache_dir: Path, *overrides: str) -> None:

@@ -13,12 +13,12 @@ import pytest
 
 from precexp import run as running
 from precexp import sweep as sweeping
-from precexp.cli import compose, main
+from precexp.cli import compose
 from precexp.config import UserError
 from precexp.interrupts import Interrupts
 from precexp.record import Row, read_run
 from precexp.train import train
-from tests.test_cli import MICRO
+from tests.micro import MICRO
 
 # The memory of a micro run is of no interest here, and planning it takes longer than training it.
 EVERY = ("train.max_steps=12", "train.eval_every=4", "train.checkpoint_every=5", "train.lr=1e-2")
@@ -30,11 +30,6 @@ QUICK = (
     ("bf16_mixed", "adamw"),
 )
 OPTIMIZERS = ("anyprecision", "anyprecision_packed", "anyprecision_published", "adamw")
-
-
-@pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(autouse=True)
@@ -398,17 +393,6 @@ def test_gradients_that_overflow_at_any_scale_end_the_run_as_diverged(
 
 
 # Sweeps
-
-
-@pytest.fixture
-def command(
-    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., int]]:
-    """Runs the command line in an empty folder with a micro model; returns the exit code."""
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield lambda *arguments: main([*MICRO, f"data.cache_dir={cache_dir}", *arguments])
-    signal.signal(signal.SIGTERM, handler)
 
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> list[int]:

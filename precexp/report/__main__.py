@@ -10,7 +10,8 @@ eval_bits_per_byte or eval_perplexity.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,22 +122,25 @@ def report_for(arguments: Arguments) -> Report:
 def recorded_settings(directories: Sequence[Path]) -> Settings:
     """The `report` block of the first readable run, with what it lacks from config.yaml."""
     defaults = OmegaConf.load(conf_dir() / "config.yaml").report
-    for directory in directories:
-        for path in sorted(directory.rglob("run.json")):
-            try:
-                settings = block(read_record(path).config, "report")
-            except UserError:
-                continue  # build_report says what is wrong with it
-            margin, reference = number(settings, "margin"), settings.get("reference")
-            if margin is not None:
-                return Settings(
-                    reference=reference if isinstance(reference, str) else None,
-                    margin=margin,
-                    metric=_metric(str(settings.get("metric", defaults.metric))),
-                )
+    for settings in recorded_blocks(directories, "report"):
+        margin, reference = number(settings, "margin"), settings.get("reference")
+        if margin is not None:
+            return Settings(
+                reference=reference if isinstance(reference, str) else None,
+                margin=margin,
+                metric=_metric(str(settings.get("metric", defaults.metric))),
+            )
     return Settings(
         reference=defaults.reference, margin=defaults.margin, metric=_metric(defaults.metric)
     )
+
+
+def recorded_blocks(directories: Sequence[Path], name: str) -> Iterator[Mapping[str, object]]:
+    """The config's block of that name in each readable record; empty where it has none."""
+    for directory in directories:
+        for path in sorted(directory.rglob("run.json")):
+            with suppress(UserError):  # build_report says what is wrong with it
+                yield block(read_record(path).config, name)
 
 
 def _metric(text: str) -> Metric:
