@@ -11,7 +11,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python -m precexp experiment=quickstart
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
