@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from precexp.config import UserError
 from precexp.data import Batches
-from precexp.record import one_line, to_json
+from precexp.record import one_line, sealed, to_json, unsealed
 
 SCHEMA = 1
 
@@ -85,8 +85,8 @@ def save_checkpoint(
             "bytes": {name: (partial / name).stat().st_size for name in files},
             "sha256": {name: _sha256(partial / name) for name in files},
         }
-        facts["own_sha256"] = _own_sha256(json.loads(to_json(facts)))
-        (partial / "checkpoint.json").write_text(to_json(facts, indent=1) + "\n", encoding="utf-8")
+        text = to_json(sealed(facts), indent=1) + "\n"
+        (partial / "checkpoint.json").write_text(text, encoding="utf-8")
         for path in (*partial.iterdir(), partial):
             _sync(path)
         shutil.rmtree(final, ignore_errors=True)  # one that was found damaged
@@ -183,11 +183,10 @@ def _whole(directory: Path, problems: list[str]) -> Iterator[Checkpoint]:
 
 def _verified(folder: Path) -> Checkpoint:
     """Raises ValueError, OSError, KeyError or TypeError for what is not whole."""
-    facts = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+    facts: Mapping[str, Any] = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
     if facts["schema"] > SCHEMA:
         raise ValueError(f"schema {facts['schema']}; this precexp reads up to {SCHEMA}")
-    if facts.pop("own_sha256") != _own_sha256(facts):
-        raise ValueError("checkpoint.json has another sha256")
+    facts = unsealed(facts)
     for name, digest in facts["sha256"].items():
         path = folder / name
         if path.stat().st_size != facts["bytes"][name]:
@@ -225,10 +224,6 @@ def _set_rng_states(torch_states: Mapping[str, Tensor], others: Mapping[str, Any
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = others["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-
-
-def _own_sha256(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -100,9 +100,7 @@ def compose_sweep(
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
         master = _compose(hydra, CONFIG_NAME, ["name=unnamed", *overrides], mode)
         jobs = _jobs(hydra, master) if multirun else [master]
-        return [
-            (list(job.hydra.overrides.task), _planned(job, Path(job.hydra.run.dir))) for job in jobs
-        ]
+        return [(_overrides_of(job), _planned(job, Path(job.hydra.run.dir))) for job in jobs]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error)) from None
     finally:
@@ -187,7 +185,7 @@ def _jobs(hydra: Hydra, master: DictConfig) -> list[DictConfig]:
     """The composed config of every run of the sweep, as Hydra's basic sweeper will make them."""
     params = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
     parser = OverridesParser.create(config_loader=hydra.config_loader)
-    overrides = parser.parse_overrides([*params, *master.hydra.overrides.task])
+    overrides = parser.parse_overrides([*params, *_overrides_of(master)])
     (jobs,) = BasicSweeper.split_arguments(overrides, None)
     return [
         _telling_unknown_keys(
@@ -195,6 +193,13 @@ def _jobs(hydra: Hydra, master: DictConfig) -> list[DictConfig]:
         )
         for job in jobs
     ]
+
+
+def _overrides_of(composed: DictConfig) -> list[str]:
+    """As they were typed: an interpolation in one is resolved in each job."""
+    overrides = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
+    assert isinstance(overrides, list)
+    return overrides
 
 
 def _compose(hydra: Hydra, config_name: str, overrides: list[str], mode: RunMode) -> DictConfig:

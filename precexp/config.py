@@ -16,6 +16,8 @@ from typing import Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from precexp.redact import redacted
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 # What may differ between two runs of one config_hash: it changes no number of the run.
@@ -515,6 +517,11 @@ def _parse_scalar(kind: type, value: object, key: str) -> object:
     if kind is bool and isinstance(value, bool):
         return value
     if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+        if redacted(str(value)) != str(value):
+            raise ConfigError(
+                f"{key}: holds a password or token, and configs are recorded; leave it to the "
+                "environment (HF_TOKEN, WANDB_API_KEY) or to ~/.netrc"
+            )
         return str(value)
     raise ConfigError(f"{key}: {value!r} is not allowed; it must be {_allowed(kind)}")
 

@@ -4,9 +4,11 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import random
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from precexp import __version__
@@ -31,10 +33,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def set_switches(*, seed: int, deterministic: bool) -> None:
-    """Seeds what has no generator of its own (dropout) and sets torch's global flags for a run."""
+    """Seeds what has no generator of its own (dropout, a model's own code), sets torch's flags."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # the most it takes
     torch.manual_seed(seed)
     _keep_freed_memory()
 

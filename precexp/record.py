@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from precexp.config import (
     Arm,
@@ -26,6 +26,7 @@ from precexp.config import (
     differing_keys,
     match_key,
 )
+from precexp.redact import redacted
 
 SCHEMA = 1
 
@@ -83,6 +84,7 @@ class RunRecord:
     memory: dict[str, object] = field(default_factory=lambda: {"planned": None, "measured": None})
     timing: dict[str, object] = field(default_factory=dict)
     results: dict[str, object] = field(default_factory=dict)
+    rows_sha256: str | None = None  # of metrics.jsonl when the run ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +123,11 @@ class RunWriter:
                 config=as_dict(config),
             )
             self._take_over(config)
-            self.rows = _readable_rows(directory / "metrics.jsonl")
-            self._hash = hashlib.sha256()
+            path = directory / "metrics.jsonl"
+            self.rows = _readable_rows(path)
+            self._hash = hashlib.sha256(path.read_bytes() if path.exists() else b"")
             self._replace()
-            self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8")
         except BaseException:
             os.close(self._lock)
             raise
@@ -180,14 +183,17 @@ class RunWriter:
         return hashlib.sha256("".join(map(_line_of, self.rows[:step])).encode()).hexdigest()
 
     def update(self, **changes: object) -> None:
-        """Changes keys of run.json and replaces the file."""
+        """Changes keys of run.json and replaces the file; a status also vouches for the rows."""
         for key, value in changes.items():
             assert hasattr(self.record, key), key
             setattr(self.record, key, value)
+        if "status" in changes:
+            ended = self.record.status != "running"
+            self.record.rows_sha256 = self.rows_sha256 if ended else None
         self._replace()
 
     def notice(self, text: str) -> None:
-        self.update(notices=[*self.record.notices, text])
+        self.update(notices=[*self.record.notices, redacted(text)])
 
     def evidence(
         self,
@@ -236,7 +242,7 @@ class RunWriter:
         self.record.warnings = earlier.warnings or []
 
     def _replace(self) -> None:
-        write_json(self.directory / "run.json", dataclasses.asdict(self.record))
+        write_record(self.directory / "run.json", self.record)
 
 
 def taken_by(record: RunRecord, config: RunConfig) -> str | None:
@@ -266,8 +272,8 @@ def lock_directory(directory: Path) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's class and the first line of its message."""
-    lines = str(error).strip().splitlines()
+    """The error's class and the first line of its message, without secrets."""
+    lines = redacted(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
@@ -279,6 +285,29 @@ def to_json(value: object, indent: int | None = None) -> str:
 def write_json(path: Path, value: object) -> None:
     """Replaces the file whole: a reader sees the old text or the new, never a part."""
     _replace_text(path, to_json(value, indent=2) + "\n")
+
+
+def write_record(path: Path, record: RunRecord) -> None:
+    """Replaces run.json whole."""
+    write_json(path, sealed(dataclasses.asdict(record)))
+
+
+def sealed(values: Mapping[str, object]) -> dict[str, object]:
+    """The values and `own_sha256`, which vouches for them."""
+    return {**values, "own_sha256": _sha256_of(values)}
+
+
+def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without their seal, where they have one. Raises ValueError if it is broken."""
+    content = dict(values)
+    if content.pop("own_sha256", None) not in (None, _sha256_of(content)):
+        raise ValueError("altered since precexp wrote it (own_sha256 is of other content)")
+    return content
+
+
+def _sha256_of(values: Mapping[str, object]) -> str:
+    as_read = json.loads(to_json(values))  # a tuple reads back as a list, a nan as "nan"
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def _replace_text(path: Path, text: str) -> None:
@@ -293,12 +322,15 @@ def _replace_text(path: Path, text: str) -> None:
 
 
 def read_run(directory: Path) -> RecordedRun:
-    """The run recorded in the directory. Raises RecordError if there is none that can be read."""
-    return RecordedRun(
-        directory=directory,
-        record=read_record(directory / "run.json"),
-        rows=list(_read_rows(directory / "metrics.jsonl")),
-    )
+    """The run recorded in the directory.
+
+    Raises RecordError if there is none that can be read, or one that was altered since it ended.
+    """
+    record = read_record(directory / "run.json")
+    path = directory / "metrics.jsonl"
+    if record.rows_sha256 is not None and _sha256(path) != record.rows_sha256:
+        raise RecordError(f"{path}: altered since the run ended (run.json has another rows_sha256)")
+    return RecordedRun(directory=directory, record=record, rows=list(_read_rows(path)))
 
 
 def read_record(path: Path) -> RunRecord:
@@ -312,7 +344,21 @@ def read_record(path: Path) -> RunRecord:
     required = {"run_id", "config_hash", "match_key", "arm", "seed", "config"}
     if missing := sorted(required - values.keys()):
         raise RecordError(f"{path}: no {missing[0]!r} in it; not a run.json of precexp")
-    return RunRecord(**{k: _read_floats(v) for k, v in values.items() if k in known})  # type: ignore[arg-type]
+    ours = {k: v for k, v in values.items() if k in known}
+    try:
+        unsealed(values)
+    except ValueError as error:
+        if values["own_sha256"] != _sha256_of(ours):  # keys that others add are no alteration
+            raise RecordError(f"{path}: {error}") from None
+    return RunRecord(**{k: _read_floats(v) for k, v in ours.items()})  # type: ignore[arg-type]
+
+
+def _sha256(path: Path) -> str | None:
+    """Of the file's bytes; None if there is no such file."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_rows(path: Path) -> Iterator[Row]:

@@ -30,9 +30,12 @@ from precexp.record import (
     lock_directory,
     one_line,
     read_record,
+    sealed,
     taken_by,
     write_json,
+    write_record,
 )
+from precexp.redact import redacted
 
 SCHEMA = 1
 STOP = ".stopped"  # in the sweep's directory: a run failed, and sweep.fail_fast is on
@@ -136,7 +139,7 @@ def write_plan(directory: Path, name: str, planned: Sequence[PlannedRun]) -> Non
         }
         for run in planned
     ]
-    write_json(directory / "sweep.json", {"schema": SCHEMA, "name": name, "runs": runs})
+    write_json(directory / "sweep.json", sealed({"schema": SCHEMA, "name": name, "runs": runs}))
     (directory / STOP).unlink(missing_ok=True)
 
 
@@ -163,7 +166,10 @@ def launch(planned: PlannedRun) -> int:
 def _launch(planned: PlannedRun) -> int:
     if not _isolated(planned.config):
         return _run(planned)
-    process = multiprocessing.get_context("spawn").Process(target=_run_and_exit, args=(planned,))
+    # Forked from a server that has imported torch and begun nothing: no CUDA context, no threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["precexp.run"])
+    process = context.Process(target=_run_and_exit, args=(planned,))
     process.start()
     try:
         process.join()
@@ -219,7 +225,7 @@ def _keep_traceback(directory: Path) -> str:
     """Writes the traceback of the exception at hand; returns what to tell the user of it."""
     path = directory / "traceback.txt"
     try:
-        path.write_text(traceback.format_exc(), encoding="utf-8")
+        path.write_text(redacted(traceback.format_exc()), encoding="utf-8")
     except OSError:  # a full disk, perhaps the very reason
         with suppress(OSError):
             path.unlink()
@@ -249,5 +255,5 @@ def _record_death(planned: PlannedRun, exit_code: int) -> None:
         record = read_record(path)
         if record.status == "running":
             record = dataclasses.replace(record, status="failed", error=error)
-            write_json(path, dataclasses.asdict(record))
+            write_record(path, record)
     _failed(planned, error)

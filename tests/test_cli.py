@@ -15,7 +15,7 @@ import pytest
 from precexp import __version__
 from precexp import run as run_module
 from precexp import sweep as sweep_module
-from precexp.cli import compose, main
+from precexp.cli import compose, compose_sweep, main
 from precexp.config import UserError
 from precexp.record import read_run
 from precexp.sweep import PlannedRun
@@ -113,6 +113,11 @@ def test_a_sweep_lays_out_matched_runs_and_reports_them(
     assert {"report.html", "report.md", "runs.csv", "arms.csv", "loss_curves.svg"} <= report
     with (directory / "report" / "runs.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 8
+
+
+def test_an_interpolation_in_an_override_is_resolved_in_each_job() -> None:
+    planned = compose_sweep(["seed=3,4", "train.warmup_steps=${seed}"], multirun=True)
+    assert [run.config.train.warmup_steps for _, run in planned] == [3, 4]
 
 
 def test_overrides_of_an_arm_name_its_directory(

@@ -8,6 +8,7 @@ import pytest
 import precexp
 
 LAYERS = [
+    {"redact"},
     {"config", "record"},
     {"precision", "hub"},
     {"model", "data", "optim", "environment", "progress", "interrupts"},

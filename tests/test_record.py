@@ -3,6 +3,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def test_files_are_strict_json_with_every_key(tmp_path: Path, config: RunConfig)
     assert set(record) == {
         "schema", "run_id", "status", "error", "config_hash", "match_key", "arm", "seed", "config",
         "environment", "evidence", "census", "warnings", "notices", "memory", "timing", "results",
+        "rows_sha256", "own_sha256",
     }  # fmt: skip
     assert set(record["arm"]) == {"precision", "optim", "overrides", "label"}
 
@@ -182,8 +184,11 @@ def test_readers_skip_unknown_keys_and_take_absent_ones_as_null(
     with RunWriter(tmp_path, config, ARM) as writer:
         writer.write(ROW)
     values = json.loads((tmp_path / "run.json").read_text())
-    del values["census"]
     write_json(tmp_path / "run.json", {**values, "later": 1})
+    assert read_run(tmp_path).rows == [ROW]
+    for key in ("census", "rows_sha256", "own_sha256"):  # as of another writer
+        del values[key]
+    write_json(tmp_path / "run.json", values)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 2, "lr": 0.1, "more": 3}\n')
     run = read_run(tmp_path)
     assert run.record.census is None
@@ -211,3 +216,24 @@ def test_nested_floats_are_spelled() -> None:
     assert to_json({"a": [math.inf, {"b": math.nan}], "c": (1.5,)}) == (
         '{"a": ["inf", {"b": "nan"}], "c": [1.5]}'
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://me:pass-word@hub.org/x: not found",
+        "https://hub.org/x?rev=1&token=pass-word: not found",
+        "hf_passwordpasswordpassword is refused",
+        "the key of the environment, 0123456789abcdef-pass-word, is refused",
+    ],
+)
+def test_no_secret_of_an_error_or_notice_is_recorded(
+    text: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "0123456789abcdef-pass-word")
+    with suppress(RuntimeError), RunWriter(tmp_path, config, ARM) as writer:
+        writer.notice(f"a notice: {text}")
+        raise RuntimeError(text)
+    kept = (tmp_path / "run.json").read_text()
+    assert "pass" not in kept
+    assert kept.count("***") == 2

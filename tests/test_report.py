@@ -154,6 +154,14 @@ def verdicts_of(report: Report) -> dict[str, str | None]:
     return {arm.label: verdict_of(arm, group) for arm in group.arms}
 
 
+def change_rows(place: Path, text: str) -> None:
+    """Writes other rows, in a record that does not vouch for them, as of another writer."""
+    (place / "metrics.jsonl").write_text(text)
+    record = json.loads((place / "run.json").read_text())
+    del record["rows_sha256"], record["own_sha256"]
+    (place / "run.json").write_text(json.dumps(record))
+
+
 def pair_of_arms(*pure: FakeRun) -> list[FakeRun]:
     """fp32 on seeds 1 and 2 with losses 3.0 and 3.1, and these runs."""
     return [FakeRun(seed=1, loss=3.0), FakeRun(seed=2, loss=3.1), *pure]

@@ -15,7 +15,14 @@ from precexp.report.plots import draw_loss_curves
 from precexp.report.reach import last_tenth, reach_of
 from precexp.report.read import Curve
 from precexp.report.tables import fixed
-from tests.test_report import FakeRun, arms_of, pair_of_arms, report_on, write_sweep
+from tests.test_report import (
+    FakeRun,
+    arms_of,
+    change_rows,
+    pair_of_arms,
+    report_on,
+    write_sweep,
+)
 from tests.test_report_outputs import markdown_of, rows_of, section_of
 
 
@@ -296,14 +303,14 @@ def test_seeds_that_the_reference_lost_are_named(tmp_path: Path) -> None:
 
 def test_what_was_not_evaluated_is_not_measured_and_not_never(tmp_path: Path) -> None:
     for place in write_sweep(tmp_path, *pair_of_arms(FakeRun(precision="bf16_pure", seed=1))):
-        (place / "metrics.jsonl").write_text("")
+        change_rows(place, "")
     assert all(arm.reach is None for arm in arms_of(report_on(tmp_path)).values())
 
 
 def test_the_last_tenth_is_compared_at_the_same_steps(tmp_path: Path) -> None:
     places = write_sweep(tmp_path, *pair_of_arms(FakeRun(precision="bf16_pure", seed=1)))
-    path = places[2] / "metrics.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))  # a lost last row
+    rows = (places[2] / "metrics.jsonl").read_text().splitlines(keepends=True)
+    change_rows(places[2], "".join(rows[:-1]))
     late = arms_of(report_on(tmp_path))["bf16_pure-anyprecision"].late
     assert late is not None
     assert late.mean == 0

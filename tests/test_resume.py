@@ -13,6 +13,7 @@ import pytest
 
 from precexp import run as running
 from precexp import sweep as sweeping
+from precexp.bench.faults import outcome_of
 from precexp.cli import compose
 from precexp.config import UserError
 from precexp.interrupts import Interrupts
@@ -60,24 +61,6 @@ def run_until(step: int, error: BaseException, directory: Path, *arguments: obje
         patch.setattr(running, "train", stopping)
         with pytest.raises(type(error)):
             run(directory, *arguments)  # type: ignore[arg-type]
-
-
-def outcome_of(directory: Path) -> dict[str, object]:
-    """All that a run comes to but for its times: rows, results, evidence, census, tensors."""
-    found = read_run(directory)
-    rows = [{**vars(row), "step_seconds": None} for row in found.rows]
-    (last,) = sorted((directory / "checkpoints").glob("step-*"))[-1:]
-    facts = json.loads((last / "checkpoint.json").read_text())
-    for key in ("rows_sha256", "own_sha256"):  # the rows hold times
-        del facts[key]
-    return {
-        "rows": json.dumps(rows),
-        "results": found.record.results,
-        "evidence": found.record.evidence,
-        "census": found.record.census,
-        "status": found.record.status,
-        "checkpoint": facts,  # with the sha256 of parameters, states and RNG states
-    }
 
 
 def check_resume(tmp_path: Path, cache_dir: Path, *overrides: str, kill_at: int = 8) -> list[str]:
@@ -540,6 +523,9 @@ def test_an_interrupted_isolated_run_is_gone_on_with(
     process = Interrupted()
 
     class Context:
+        def set_forkserver_preload(self, modules: list[str]) -> None:
+            pass
+
         def Process(self, **_: object) -> Interrupted:
             return process
 

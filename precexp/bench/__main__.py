@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 
-BENCHMARKS = ("runner", "numerics", "optimizer", "memory", "published-table", "verdicts")
+BENCHMARKS = ("runner", "numerics", "optimizer", "memory", "published-table", "verdicts", "faults")
 
 
 def main(arguments: Sequence[str]) -> int:
     set_process_defaults()
-    from precexp.bench import memory, numerics, optimizer, published_table, runner, verdicts
+    from precexp.bench import faults, memory, numerics, optimizer, published_table, runner, verdicts
     from precexp.cli import compose
 
     parser = argparse.ArgumentParser(prog="python -m precexp.bench", description=__doc__)
@@ -27,12 +27,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, help="runner and optimizer: of all candidates")
     parser.add_argument("--steps", type=int, default=runner.STEPS, help="runner: in each round")
     parser.add_argument("--sweeps", type=int, default=5000, help="verdicts: of each kind")
+    parser.add_argument("--kills", type=int, default=200, help="faults: of all precisions")
+    parser.add_argument("--seed", type=int, default=0, help="faults: of the moments")
     parser.add_argument("--shapes", default="opt-125m", help="optimizer: of which model")
     parser.add_argument("--threads", type=int, default=1, help="optimizer")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="optimizer, memory"
     )
-    parser.add_argument("--output", type=Path, help="JSON, for optimizer and verdicts CSV")
+    parser.add_argument("--output", type=Path, help="JSON; for optimizer, verdicts and faults CSV")
     args = parser.parse_intermixed_args(arguments)
     try:
         if args.benchmark == "numerics":
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
             published_table.bench(output=args.output)
         elif args.benchmark == "verdicts":
             verdicts.bench(num_sweeps=args.sweeps, output=args.output)
+        elif args.benchmark == "faults":
+            faults.bench(num_kills=args.kills, seed=args.seed, output=args.output)
         elif args.benchmark == "optimizer":
             planned = compose([f"model={args.shapes}", *args.overrides])
             rounds = args.rounds or optimizer.ROUNDS

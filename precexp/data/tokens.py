@@ -24,6 +24,7 @@ from precexp.config import DataConfig, UserError
 from precexp.data.stream import TokenStream, write_stream
 from precexp.data.text import Corpus
 from precexp.data.tokenizer import Tokenizer
+from precexp.record import sealed, unsealed, write_json
 
 FORMAT = 1  # part of the key: raise it when the same text would give other blocks
 
@@ -98,7 +99,7 @@ def _key(corpus: Corpus, tokenizer: Tokenizer, config: DataConfig) -> str:
 def _read(entry: Path) -> Tokens | None:
     """The entry, or None if it is not there or is not what meta.json says."""
     try:
-        values = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
+        values = unsealed(json.loads((entry / "meta.json").read_text(encoding="utf-8")))
         train, evaluation = PartFacts(**values.pop("train")), PartFacts(**values.pop("eval"))
         meta = Meta(**values, train=train, eval=evaluation)
         return Tokens(
@@ -146,8 +147,7 @@ def _rebuild(entry: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConf
     partial.mkdir()
     try:
         meta = _build(partial, corpus, tokenizer, config)
-        text = json.dumps(dataclasses.asdict(meta), indent=2)
-        (partial / "meta.json").write_text(text + "\n", encoding="utf-8")
+        write_json(partial / "meta.json", sealed(dataclasses.asdict(meta)))
         partial.rename(entry)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from precexp.config import UserError
-from precexp.record import RecordError, Row, RunRecord, Status, one_line, read_run
+from precexp.record import RecordError, Row, RunRecord, Status, one_line, read_run, unsealed
 
 SWEEP_SCHEMA = 1
 LARGEST = 1e100  # a loss beyond is as good as infinite, and axes cannot hold it
@@ -125,6 +125,7 @@ def read_plan(path: Path) -> list[PlannedRun]:
         schema = values["schema"]
         if not isinstance(schema, int) or schema > SWEEP_SCHEMA:
             raise RecordError(f"{path}: schema {schema!r}; this precexp reads up to {SWEEP_SCHEMA}")
+        unsealed(values)
         return [
             PlannedRun(
                 directory=path.parent / run["directory"],
