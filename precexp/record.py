@@ -171,6 +171,10 @@ class RunWriter:
         self._file.flush()
         self._hash.update(line.encode())
 
+    def sync(self) -> None:
+        """Returns when all rows so far are on the disk."""
+        os.fsync(self._file.fileno())
+
     @property
     def rows_sha256(self) -> str:
         """Of all rows of metrics.jsonl so far."""

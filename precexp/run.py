@@ -130,6 +130,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                 stops = interrupts.asked is not None and event.tokens == served
                 is_due = checkpoints_at(event.step, config.train, total_steps=total_steps)
                 if (is_due or stops) and not has_diverged(event):
+                    record.sync()
                     save(step=event.step, tokens=event.tokens, rows_sha256=record.rows_sha256)
                 if outcome.gave_up:
                     break
