@@ -160,9 +160,6 @@ class Probes:
         self._every = every
         self._total_steps = total_steps
         self._loss_scaling = loss_scaling
-        self._group_of = {
-            param: group for group in optimizer.param_groups for param in group["params"]
-        }
         self._beta2 = optimizer.param_groups[0]["betas"][1]
         assert all(group["betas"][1] == self._beta2 for group in optimizer.param_groups)
         self._places = torch.cat([site.places for site in sites])
@@ -294,9 +291,13 @@ class Probes:
         return _Quotient(kept * asked, asked**2)
 
     def _runs(self, before: _Before) -> Iterator[_Run]:
+        # Looked up each time: to load a state replaces the groups.
+        group_of = {
+            param: group for group in self._optimizer.param_groups for param in group["params"]
+        }
         start = 0
         keys = [
-            (site.kind, id(self._group_of[site.param]), steps)
+            (site.kind, id(group_of[site.param]), steps)
             for site, steps in zip(before.sites, before.num_steps, strict=True)
         ]
         for (kind, _, num_steps), members in groupby(range(len(keys)), key=keys.__getitem__):
@@ -305,7 +306,7 @@ class Probes:
             yield _Run(
                 where=slice(start, end),
                 kind=kind,
-                group=self._group_of[sites[0].param],
+                group=group_of[sites[0].param],
                 num_steps=num_steps,
             )
             start = end
