@@ -102,6 +102,13 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                 model.parameters(), config.optim, config.train, seed=config.seed
             )
             place(model, optimizer, precision, device=device, compiled=config.model.compile)
+            if checkpoint is not None:
+                load_checkpoint(
+                    checkpoint, model=model, optimizer=optimizer, scaler=scaler, batches=batches
+                )
+            if record.record.census is None:
+                record.update(census=take_census(model).as_record())
+            init_bytes = ledger.model_bytes(begun, model, optimizer)
             probes = build_probes(
                 model,
                 optimizer,
@@ -112,13 +119,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                 loss_scaling=scaler.is_enabled(),
             )
             if checkpoint is not None:
-                load_checkpoint(
-                    checkpoint, model=model, optimizer=optimizer, scaler=scaler, batches=batches
-                )
                 probes.load(load_numerics(checkpoint))
-            if record.record.census is None:
-                record.update(census=take_census(model).as_record())
-            init_bytes = ledger.model_bytes(begun, model, optimizer)
 
             save = partial(
                 save_checkpoint,

@@ -22,13 +22,19 @@ class Site:
     kind: str
     places: Tensor  # int64 [n], of the elements in the flattened parameter; on its device
     where: slice  # of the elements in the sample
+    is_whole: bool  # all elements of the parameter are in it
     weight: float  # the kind's number of parameters over that of its elements in the sample
 
+    @property
+    def count(self) -> int:
+        return self.where.stop - self.where.start
+
     def pick(self, tensor: Tensor) -> Tensor:
-        """The sampled elements of a tensor of the parameter's shape, `[n]`, as a copy."""
-        if tensor.is_contiguous():
-            return tensor.detach().view(-1).index_select(0, self.places)
-        return torch.take(tensor.detach(), self.places)  # reshaped, it would be copied whole
+        """The sampled elements of a tensor of the parameter's shape, `[n]`; it may be a view."""
+        if not tensor.is_contiguous():  # reshaped, it would be copied whole
+            return torch.take(tensor, self.places)
+        flat = tensor.view(-1)
+        return flat if self.is_whole else flat.index_select(0, self.places)
 
 
 def kinds_of(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -94,6 +100,7 @@ def draw_sample(
                         kind=kind,
                         places=torch.from_numpy(places).to(param.device),
                         where=slice(start, start + len(places)),
+                        is_whole=len(places) == param.numel(),
                         weight=total / count,
                     )
                 )
