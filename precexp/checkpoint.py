@@ -21,6 +21,7 @@ from precexp.data import Batches
 from precexp.record import one_line, sealed, to_json, unsealed
 
 SCHEMA = 1
+NUMERICS = "numerics.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,14 @@ def save_checkpoint(
     config_hash: str,
     rows_sha256: str,
     keep_last: int,
+    numerics: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes `directory`/step-<step>/ whole or not at all, and keeps the last few.
 
     It holds model.safetensors (tied parameters once), optimizer.safetensors (states in their own
-    dtypes, as <parameter>/<state>), rng.safetensors and checkpoint.json with the files' sizes and
-    sha256, and those of the rows so far and of itself. Raises OSError if it cannot be written; the
+    dtypes, as <parameter>/<state>), rng.safetensors, numerics.safetensors (what the probes need, if
+    there are any) and checkpoint.json with the files' sizes and sha256, and those of the rows so
+    far and of itself. Raises OSError if it cannot be written; the
     earlier ones are there still.
     """
     final = directory / f"step-{step:08d}"
@@ -59,7 +62,7 @@ def save_checkpoint(
     try:
         partial.mkdir(parents=True)
         names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-        files = {
+        files: dict[str, Mapping[str, Tensor]] = {
             "model.safetensors": {name: param.detach() for param, name in names.items()},
             "optimizer.safetensors": {
                 f"{names[param]}/{key}": value
@@ -68,6 +71,8 @@ def save_checkpoint(
             },
             "rng.safetensors": _rng_states(),
         }
+        if numerics:
+            files[NUMERICS] = numerics
         for name, tensors in files.items():
             contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
             save_file(contiguous, partial / name)
@@ -137,6 +142,13 @@ def load_checkpoint(
         scaler.load_state_dict(facts["scaler"])
     batches.seek(facts["position"], facts["data_hash"])
     _set_rng_states(load_file(checkpoint.directory / "rng.safetensors"), facts["rng"])
+
+
+def load_numerics(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+    """What the probes need to go on; empty in a checkpoint of a run without any."""
+    if NUMERICS not in checkpoint.facts["sha256"]:
+        return {}
+    return load_file(checkpoint.directory / NUMERICS)
 
 
 def load_tensors(

@@ -223,13 +223,21 @@ class TrainConfig:
     eval_batches: int | None
     checkpoint_every: int | None
     keep_last: int
+    probe_every: int | None
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.epochs is None):
             raise ConfigError("train.max_steps, train.epochs: give one of them, the other null")
         for key in ("batch_size", "eval_batch_size", "grad_accumulation", "log_every", "keep_last"):
             _require(getattr(self, key) > 0, f"train.{key}", getattr(self, key), "positive")
-        for key in ("max_steps", "epochs", "eval_batches", "checkpoint_every", "max_grad_norm"):
+        for key in (
+            "max_steps",
+            "epochs",
+            "eval_batches",
+            "checkpoint_every",
+            "probe_every",
+            "max_grad_norm",
+        ):
             value = getattr(self, key)
             _require(value is None or value > 0, f"train.{key}", value, "positive or null")
         _require(self.eval_every > 0, "train.eval_every", self.eval_every, "positive")

@@ -16,7 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from precexp import environment
-from precexp.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from precexp.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    load_checkpoint,
+    load_numerics,
+    save_checkpoint,
+)
 from precexp.config import (
     Arm,
     DataConfig,
@@ -32,6 +38,7 @@ from precexp.memory import ledger
 from precexp.memory.advice import ways_out
 from precexp.memory.plan import MIB, plan
 from precexp.model import build_model, init_hash, read_model_config, require_positions
+from precexp.numerics import LossWarning, build_probes, typical_weight, warnings_of
 from precexp.optim import build_optimizer, promised_states
 from precexp.precision import Census, Precision, build_precision, check_census, take_census
 from precexp.progress import Progress
@@ -67,6 +74,16 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         total_steps = steps_of(config.train, blocks)
         model = build_model(config.model, seed=config.seed)
         record.evidence(init_hash=init_hash(model))
+        _warn(
+            record,
+            warnings_of(
+                config.optim,
+                config.train,
+                param_dtype=precision.param_dtype,
+                total_steps=total_steps,
+                weight=typical_weight(model),
+            ),
+        )
         promised = precision.promised() | promised_states(
             config.optim, param_dtype=precision.param_dtype
         )
@@ -92,6 +109,17 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
             if record.record.census is None:
                 record.update(census=take_census(model).as_record())
             init_bytes = ledger.model_bytes(begun, model, optimizer)
+            probes = build_probes(
+                model,
+                optimizer,
+                config.optim,
+                every=config.train.probe_every,
+                total_steps=total_steps,
+                seed=config.seed,
+                loss_scaling=scaler.is_enabled(),
+            )
+            if checkpoint is not None:
+                probes.load(load_numerics(checkpoint))
 
             save = partial(
                 save_checkpoint,
@@ -115,6 +143,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                 after_step=checkpoint.step if checkpoint else 0,
                 tokens_served=checkpoint.tokens if checkpoint else 0,
                 on_phase=phase.begin,
+                probes=probes,
             ):
                 if isinstance(event, Census):
                     record.update(census=event.as_record())
@@ -131,7 +160,12 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                 is_due = checkpoints_at(event.step, config.train, total_steps=total_steps)
                 if (is_due or stops) and not has_diverged(event):
                     record.sync()
-                    save(step=event.step, tokens=event.tokens, rows_sha256=record.rows_sha256)
+                    save(
+                        step=event.step,
+                        tokens=event.tokens,
+                        rows_sha256=record.rows_sha256,
+                        numerics=probes.state(),
+                    )
                 if outcome.gave_up:
                     break
                 if stops:
@@ -443,6 +477,13 @@ def _tell(record: RunWriter, notices: Sequence[str]) -> None:
         if notice not in record.record.notices:
             record.notice(notice)
             _say_once(notice)
+
+
+def _warn(record: RunWriter, found: Sequence[LossWarning]) -> None:
+    """Records what precision is going to lose, and prints it once for each arm."""
+    record.update(warnings=[asdict(warning) for warning in found])
+    for warning in found:
+        _say_once(f"{record.record.arm['label']}: {warning.message}")
 
 
 @cache

@@ -110,6 +110,8 @@ class Tracker:
         if self._run is None or row.step < self._first_step:
             return
         values = {k: v for k, v in dataclasses.asdict(row).items() if v is not None}
+        probes = values.pop("probes", {})
+        values.update({f"numerics/{name}": value for name, value in probes.items()})
         values["skipped"] = int(row.skipped)  # a number, to be drawn
         with self._until_failure(f"at step {row.step}"):
             self._run.log(values, step=row.step, commit=True)

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -14,11 +15,14 @@ from transformers import PreTrainedModel
 
 from precexp.config import TrainConfig
 from precexp.data import Batches
+from precexp.numerics import NoProbes, Probing
 from precexp.optim import AnyPrecisionAdamW, lr_at
 from precexp.precision import Census, Precision, take_census
 from precexp.record import Row
 
 Phase = Literal["forward", "backward", "step"]
+
+_NO_PROBES = NoProbes()
 
 IGNORED = -100  # cross_entropy's label of a position with nothing to predict
 
@@ -36,10 +40,12 @@ def train(
     after_step: int = 0,
     tokens_served: int = 0,
     on_phase: Callable[[Phase], None] = lambda _: None,
+    probes: Probing = _NO_PROBES,
 ) -> Iterator[Row | Census]:
     """Yields a Row per optimizer step in order and, once, the Census of the first applied step.
 
-    Begins after a step, as a checkpoint left everything, with the tokens served by then.
+    Begins after a step, as a checkpoint left everything, with the tokens served by then. The rows
+    of the steps that `probes` has due have theirs.
 
     Ends after `total_steps`, or with the first row whose loss or eval loss is not finite. On CUDA,
     rows come in bursts, since between log steps nothing waits for the device; at a step that
@@ -63,7 +69,9 @@ def train(
             scaler,
             max_grad_norm=config.max_grad_norm,
             on_phase=on_phase,
+            before_update=partial(probes.before_update, step),
         )
+        probed = probes.after_update(step, skipped=done.skipped)
         if census_due and not done.skipped:
             yield take_census(model, optimizer=optimizer, logits=done.logits, loss=done.loss)
             census_due = False
@@ -82,7 +90,7 @@ def train(
             skipped=done.skipped,
             step_seconds=None,
             peak_bytes=_peak_bytes(device),
-            probes=None,
+            probes=probed,
         )
         pending.append(_PendingRow(row=row, loss=done.loss, grad_norm=done.grad_norm, watch=watch))
         evaluates = step == total_steps or step % config.eval_every == 0
@@ -158,16 +166,19 @@ def training_step(
     *,
     max_grad_norm: float | None,
     on_phase: Callable[[Phase], None] = lambda _: None,
+    before_update: Callable[[], None] = lambda: None,
     host_reads: bool = True,
 ) -> StepResult:
     """Forward, backward and optimizer step over CPU token ids [batch, block] each.
 
-    `on_phase` is told each phase as it begins. Without `host_reads`, as under fake tensors, nothing
+    `on_phase` is told each phase as it begins, `before_update` is called when the gradients are
+    unscaled and not yet clipped. Without `host_reads`, as under fake tensors, nothing
     is read from a tensor: the loss scale is unknown and no step is skipped.
     """
     loss, logits = accumulate_gradients(model, micro_batches, precision, scaler, on_phase)
     on_phase("step")
     scaler.unscale_(optimizer)
+    before_update()
     norm = clip_gradients(list(model.parameters()), max_grad_norm)
     if not host_reads:
         optimizer.step()

@@ -12,6 +12,7 @@ LAYERS = [
     {"config", "record"},
     {"precision", "hub"},
     {"model", "data", "optim", "environment", "progress", "interrupts"},
+    {"numerics"},
     {"train", "checkpoint"},
     {"memory", "tracking"},
     {"run"},

@@ -32,6 +32,7 @@ TRAIN = TrainConfig(
     eval_batches=None,
     checkpoint_every=None,
     keep_last=2,
+    probe_every=None,
 )
 
 

@@ -77,7 +77,7 @@ def make_row(step: int, *, loss: float = 5.5, eval_loss: float | None = None) ->
         skipped=step == 2,
         step_seconds=0.1,
         peak_bytes=None,
-        probes={"update_lost": 0.25},
+        probes={"moved/all": 0.25},
     )
 
 
@@ -142,7 +142,7 @@ def test_rows_are_those_of_the_record(completed: list[dict[str, dict]]) -> None:
         "lr": 9.1e-4,
         "skipped": 0,
         "step_seconds": 0.1,
-        "probes.update_lost": 0.25,
+        "numerics/moved/all": 0.25,
     }
     assert ours[1] == {**ours[0], "step": 2, "tokens": 4096, "skipped": 1, "eval_loss": 5.25}
     assert [item["step"] for item in ours] == [item["_step"] for item in items] == [1, 2, 3, 4]

@@ -13,19 +13,37 @@ if TYPE_CHECKING:
     import torch
 
 
-BENCHMARKS = ("runner", "numerics", "optimizer", "memory", "published-table", "verdicts", "faults")
+BENCHMARKS = (
+    "runner",
+    "numerics",
+    "numerics-cost",
+    "optimizer",
+    "memory",
+    "published-table",
+    "verdicts",
+    "faults",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     set_process_defaults()
-    from precexp.bench import faults, memory, numerics, optimizer, published_table, runner, verdicts
-    from precexp.cli import compose
+    from precexp.bench import (
+        faults,
+        memory,
+        numerics,
+        numerics_cost,
+        optimizer,
+        published_table,
+        runner,
+        verdicts,
+    )
+    from precexp.cli import compose, compose_sweep
 
     parser = argparse.ArgumentParser(prog="python -m precexp.bench", description=__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
     parser.add_argument("overrides", nargs="*", help="of the config, as key=value")
-    parser.add_argument("--rounds", type=int, help="runner and optimizer: of all candidates")
-    parser.add_argument("--steps", type=int, default=runner.STEPS, help="runner: in each round")
+    parser.add_argument("--rounds", type=int, help="runner, numerics-cost, optimizer: of all")
+    parser.add_argument("--steps", type=int, help="runner, numerics-cost: in each round")
     parser.add_argument("--sweeps", type=int, default=5000, help="verdicts: of each kind")
     parser.add_argument("--kills", type=int, default=200, help="faults: of all precisions")
     parser.add_argument("--seed", type=int, default=0, help="faults: of the moments")
@@ -40,6 +58,14 @@ def main(arguments: Sequence[str]) -> int:
         if args.benchmark == "numerics":
             planned = compose([*numerics.OVERRIDES, *args.overrides])
             numerics.bench(planned, output=args.output)
+        elif args.benchmark == "numerics-cost":
+            steps = f"train.max_steps={args.steps or numerics_cost.STEPS}"
+            runs = compose_sweep([*numerics_cost.OVERRIDES, steps, *args.overrides], multirun=True)
+            numerics_cost.bench(
+                [planned for _, planned in runs],
+                rounds=args.rounds or numerics_cost.ROUNDS,
+                output=args.output,
+            )
         elif args.benchmark == "memory":
             memory.bench(device=_device(args.device), output=args.output)
         elif args.benchmark == "published-table":
@@ -59,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
                 output=args.output,
             )
         else:
-            steps = f"train.max_steps={args.steps}"
+            steps = f"train.max_steps={args.steps or runner.STEPS}"
             planned = compose([*runner.OVERRIDES, steps, *args.overrides])
             runner.bench(planned, rounds=args.rounds or runner.ROUNDS, output=args.output)
     except UserError as error:

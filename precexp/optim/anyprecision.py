@@ -31,7 +31,7 @@ _VARIANCE_DTYPES = (torch.float32, torch.bfloat16)
 _DTYPES = (*_VARIANCE_DTYPES, torch.float16)
 
 # Above, rounding to nearest keeps a bf16 variance from following gradients that shrink.
-_SAFE_BETA2 = 0.98
+SAFE_BETA2 = 0.98
 
 _Carry = Callable[[Form, Batch, Rates], None]
 
@@ -333,7 +333,7 @@ def _form_of(buffers: list[Tensor], group: Mapping) -> Form:
     param, grad, exp_avg, exp_avg_sq, *rest = (buffer.dtype for buffer in buffers)
     compensation = rest[0] if rest else None
     asked = group["stochastic_rounding"]
-    variance_stalls = group["betas"][1] > _SAFE_BETA2
+    variance_stalls = group["betas"][1] > SAFE_BETA2
     if compensation is None:
         rounds_randomly = group["weight_rounding"] == "stochastic" and param == torch.bfloat16
     else:
