@@ -13,17 +13,35 @@ if TYPE_CHECKING:
     import torch
 
 
-BENCHMARKS = ("runner", "numerics", "optimizer", "memory", "published-table", "verdicts")
+BENCHMARKS = (
+    "runner",
+    "numerics",
+    "optimizer",
+    "memory",
+    "published-table",
+    "verdicts",
+    "rounding",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     set_process_defaults()
-    from precexp.bench import memory, numerics, optimizer, published_table, runner, verdicts
+    from precexp.bench import (
+        memory,
+        numerics,
+        optimizer,
+        published_table,
+        rounding,
+        runner,
+        verdicts,
+    )
     from precexp.cli import compose
 
     parser = argparse.ArgumentParser(prog="python -m precexp.bench", description=__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("overrides", nargs="*", help="of the config, as key=value")
+    parser.add_argument(
+        "overrides", nargs="*", help="of the config, as key=value; rounding: the sweep's folder"
+    )
     parser.add_argument("--rounds", type=int, help="runner and optimizer: of all candidates")
     parser.add_argument("--steps", type=int, default=runner.STEPS, help="runner: in each round")
     parser.add_argument("--sweeps", type=int, default=5000, help="verdicts: of each kind")
@@ -32,7 +50,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="optimizer, memory"
     )
-    parser.add_argument("--output", type=Path, help="JSON, for optimizer and verdicts CSV")
+    parser.add_argument(
+        "--output", type=Path, help="JSON; optimizer, verdicts: CSV; rounding: a folder"
+    )
+    parser.add_argument("--docs", type=Path, help="rounding: a page whose tables to rewrite")
     args = parser.parse_intermixed_args(arguments)
     try:
         if args.benchmark == "numerics":
@@ -44,6 +65,10 @@ def main(arguments: Sequence[str]) -> int:
             published_table.bench(output=args.output)
         elif args.benchmark == "verdicts":
             verdicts.bench(num_sweeps=args.sweeps, output=args.output)
+        elif args.benchmark == "rounding":
+            if len(args.overrides) != 1:
+                raise UserError("rounding: give one folder, that of a sweep of experiment=rounding")
+            rounding.bench(Path(args.overrides[0]), output=args.output, docs=args.docs)
         elif args.benchmark == "optimizer":
             planned = compose([f"model={args.shapes}", *args.overrides])
             rounds = args.rounds or optimizer.ROUNDS
