@@ -20,7 +20,7 @@ from precexp.config import (
 
 CHOICES = {
     group: sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
-    for group in ("model", "data", "precision", "optim", "experiment")
+    for group in ("model", "data", "precision", "optim", "rounding", "experiment")
 }
 
 

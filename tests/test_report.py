@@ -51,6 +51,7 @@ class FakeRun:
     data_hash: str | None = None  # of every step; None: the seed's
     overrides: dict[str, object] = field(default_factory=dict)
     record: dict[str, object] = field(default_factory=dict)  # keys of run.json to set
+    probes: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
 
     @cached_property
     def config(self) -> RunConfig:
@@ -95,7 +96,7 @@ class FakeRun:
             skipped=False,
             step_seconds=0.1,
             peak_bytes=None,
-            probes=None,
+            probes=self.probes.get(step),
         )
 
     def results(self) -> dict[str, object]:

@@ -39,6 +39,7 @@ def curve_of(*eval_losses: float, seconds: float = 1.0, tokens: int = 100) -> Cu
         grad_norm=np.ones(count),
         loss_scale=np.full(count, math.nan),
         skipped=np.zeros(count, dtype=np.bool_),
+        probes={},
     )
 
 

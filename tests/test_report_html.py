@@ -15,7 +15,7 @@ from precexp.report import Report, write_report
 from precexp.report.charts import chart_data, thin_band, thin_indices, to_script
 from precexp.report.curves import Band
 from precexp.report.html import render_html, slug_of
-from tests.test_report import FakeRun, pair_of_arms, report_on, write_sweep
+from tests.test_report import STEPS, FakeRun, pair_of_arms, report_on, write_sweep
 from tests.test_report_outputs import WARNING, troubled_sweep
 
 if TYPE_CHECKING:
@@ -437,3 +437,32 @@ def test_plotly_is_inside_once_where_something_is_drawn(tmp_path: Path) -> None:
         write_sweep(tmp_path / name, *runs)
         count = text_of(tmp_path / name).count("plotly.js (basic - minified)")
         assert count == (name == "drawn")
+
+
+def test_the_probes_of_an_arm_that_lost_something_are_open(
+    browser: "Browser", tmp_path: Path
+) -> None:
+    lost = {step: {"decay_kept/all": 0.0, "moved/all": 0.5, "moved/norm": 0.1} for step in STEPS}
+    kept = {step: {**row, "decay_kept/all": 1.0} for step, row in lost.items()}
+    evil = {"precision": "bf16_pure", "optim": "adamw", "overrides": {}, "label": ATTACK}
+    write_sweep(
+        tmp_path,
+        FakeRun(probes=kept),
+        FakeRun(precision="bf16_pure", probes=lost, record={"arm": evil}),
+    )
+    with Visit(browser, page_of(tmp_path), viewport={"width": 390, "height": 800}) as visit:
+        page = visit.page
+        assert page.locator("details").count() == 2
+        assert page.locator("details[open]").count() == 1
+        panels = page.locator("details[open] .grid svg")
+        assert panels.count() == 2
+        assert all(panels.nth(i).is_visible() for i in range(2))
+        assert panels.nth(1).get_attribute("aria-label") == "decay kept"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        line = page.locator("details[open] .line.norm title").first
+        assert line.text_content() == "norm: 0.1 at step 4"
+        assert page.evaluate("window.attacked") is None
+        assert page.locator("img[src=x]").count() == 0
+        assert visit.complaints == []
+        page.locator("summary").first.click()
+        assert page.locator("details[open]").count() == 2

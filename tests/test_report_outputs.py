@@ -94,12 +94,12 @@ def test_each_trouble_is_listed(tmp_path: Path) -> None:
     ):
         assert line in runs
     assert "**4 planned runs did not complete**" in section_of(text, "Verdict")
-    assert WARNING["message"] in section_of(text, "Numerics warnings")
+    assert WARNING["message"] in section_of(text, "Numerics")
 
 
 def test_no_section_of_warnings_without_a_warning(tmp_path: Path) -> None:
     write_sweep(tmp_path, FakeRun())
-    assert "Numerics warnings" not in markdown_of(tmp_path)
+    assert "## Numerics" not in markdown_of(tmp_path)
 
 
 def test_matched_check_names_the_differing_key(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""python -m precexp.bench BENCHMARK [--output FILE] [options] [key=value ...]"""
+"""python -m precexp.bench BENCHMARK [options] [key=value ...]; --help tells each one's options."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,82 +12,148 @@ from precexp.config import UserError
 if TYPE_CHECKING:
     import torch
 
-
-BENCHMARKS = (
-    "runner",
-    "numerics",
-    "numerics-cost",
-    "optimizer",
-    "memory",
-    "published-table",
-    "verdicts",
-    "faults",
-)
+Arguments = Sequence[str]
 
 
-def main(arguments: Sequence[str]) -> int:
-    set_process_defaults()
-    from precexp.bench import (
-        faults,
-        memory,
-        numerics,
-        numerics_cost,
-        optimizer,
-        published_table,
-        runner,
-        verdicts,
+class Parser(argparse.ArgumentParser):
+    """Of one benchmark's arguments; all write their result to a file if they are told to."""
+
+    def __init__(self, benchmark: str, *, output: str) -> None:
+        super().__init__(prog=f"python -m precexp.bench {benchmark}")
+        self.add_argument("--output", type=Path, help=output)
+
+    def takes_overrides(self) -> None:
+        self.add_argument("overrides", nargs="*", help="of the config, as key=value")
+
+    def takes_rounds(self, rounds: int, steps: int | None = None) -> None:
+        self.add_argument("--rounds", type=int, default=rounds, help="of all candidates")
+        if steps is not None:
+            self.add_argument("--steps", type=int, default=steps, help="in each round")
+
+    def takes_device(self) -> None:
+        self.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+
+
+def bench_runner(arguments: Arguments) -> None:
+    from precexp.bench import runner
+    from precexp.cli import compose
+
+    parser = Parser("runner", output="JSON")
+    parser.takes_overrides()
+    parser.takes_rounds(runner.ROUNDS, runner.STEPS)
+    args = parser.parse_intermixed_args(arguments)
+    planned = compose([*runner.OVERRIDES, f"train.max_steps={args.steps}", *args.overrides])
+    runner.bench(planned, rounds=args.rounds, output=args.output)
+
+
+def bench_numerics(arguments: Arguments) -> None:
+    from precexp.bench import numerics
+    from precexp.cli import compose
+
+    parser = Parser("numerics", output="JSON")
+    parser.takes_overrides()
+    args = parser.parse_intermixed_args(arguments)
+    numerics.bench(compose([*numerics.OVERRIDES, *args.overrides]), output=args.output)
+
+
+def bench_numerics_cost(arguments: Arguments) -> None:
+    from precexp.bench import numerics_cost
+    from precexp.cli import compose_sweep
+
+    parser = Parser("numerics-cost", output="JSON")
+    parser.takes_overrides()
+    parser.takes_rounds(numerics_cost.ROUNDS, numerics_cost.STEPS)
+    args = parser.parse_intermixed_args(arguments)
+    overrides = [*numerics_cost.OVERRIDES, f"train.max_steps={args.steps}", *args.overrides]
+    planned = [run for _, run in compose_sweep(overrides, multirun=True)]
+    numerics_cost.bench(planned, rounds=args.rounds, output=args.output)
+
+
+def bench_optimizer(arguments: Arguments) -> None:
+    from precexp.bench import optimizer
+    from precexp.cli import compose
+
+    parser = Parser("optimizer", output="CSV")
+    parser.takes_overrides()
+    parser.takes_rounds(optimizer.ROUNDS)
+    parser.takes_device()
+    parser.add_argument("--shapes", default="opt-125m", help="of which model")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_intermixed_args(arguments)
+    optimizer.bench(
+        compose([f"model={args.shapes}", *args.overrides]),
+        device=_device(args.device),
+        rounds=args.rounds,
+        threads=args.threads,
+        output=args.output,
     )
-    from precexp.cli import compose, compose_sweep
 
+
+def bench_memory(arguments: Arguments) -> None:
+    from precexp.bench import memory
+
+    parser = Parser("memory", output="JSON")
+    parser.takes_device()
+    args = parser.parse_args(arguments)
+    memory.bench(device=_device(args.device), output=args.output)
+
+
+def bench_published_table(arguments: Arguments) -> None:
+    from precexp.bench import published_table
+
+    args = Parser("published-table", output="JSON").parse_args(arguments)
+    published_table.bench(output=args.output)
+
+
+def bench_verdicts(arguments: Arguments) -> None:
+    from precexp.bench import verdicts
+
+    parser = Parser("verdicts", output="CSV")
+    parser.add_argument("--sweeps", type=int, default=5000, help="of each kind")
+    args = parser.parse_args(arguments)
+    verdicts.bench(num_sweeps=args.sweeps, output=args.output)
+
+
+def bench_faults(arguments: Arguments) -> None:
+    from precexp.bench import faults
+
+    parser = Parser("faults", output="CSV")
+    parser.add_argument("--kills", type=int, default=200, help="of all recipes")
+    parser.add_argument("--seed", type=int, default=0, help="of their moments")
+    args = parser.parse_args(arguments)
+    faults.bench(num_kills=args.kills, seed=args.seed, output=args.output)
+
+
+def bench_rounding(arguments: Arguments) -> None:
+    from precexp.bench import rounding
+
+    parser = Parser("rounding", output="a folder")
+    parser.add_argument("sweep", type=Path, help="the folder of a sweep of experiment=rounding")
+    parser.add_argument("--docs", type=Path, help="a page whose tables to rewrite")
+    args = parser.parse_args(arguments)
+    rounding.bench(args.sweep, output=args.output, docs=args.docs)
+
+
+BENCHMARKS: dict[str, Callable[[Arguments], None]] = {
+    "runner": bench_runner,
+    "numerics": bench_numerics,
+    "numerics-cost": bench_numerics_cost,
+    "optimizer": bench_optimizer,
+    "memory": bench_memory,
+    "published-table": bench_published_table,
+    "verdicts": bench_verdicts,
+    "faults": bench_faults,
+    "rounding": bench_rounding,
+}
+
+
+def main(arguments: Arguments) -> int:
+    set_process_defaults()
     parser = argparse.ArgumentParser(prog="python -m precexp.bench", description=__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("overrides", nargs="*", help="of the config, as key=value")
-    parser.add_argument("--rounds", type=int, help="runner, numerics-cost, optimizer: of all")
-    parser.add_argument("--steps", type=int, help="runner, numerics-cost: in each round")
-    parser.add_argument("--sweeps", type=int, default=5000, help="verdicts: of each kind")
-    parser.add_argument("--kills", type=int, default=200, help="faults: of all precisions")
-    parser.add_argument("--seed", type=int, default=0, help="faults: of the moments")
-    parser.add_argument("--shapes", default="opt-125m", help="optimizer: of which model")
-    parser.add_argument("--threads", type=int, default=1, help="optimizer")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="optimizer, memory"
-    )
-    parser.add_argument("--output", type=Path, help="JSON; for optimizer, verdicts and faults CSV")
-    args = parser.parse_intermixed_args(arguments)
+    args = parser.parse_args(arguments[:1])
     try:
-        if args.benchmark == "numerics":
-            planned = compose([*numerics.OVERRIDES, *args.overrides])
-            numerics.bench(planned, output=args.output)
-        elif args.benchmark == "numerics-cost":
-            steps = f"train.max_steps={args.steps or numerics_cost.STEPS}"
-            runs = compose_sweep([*numerics_cost.OVERRIDES, steps, *args.overrides], multirun=True)
-            numerics_cost.bench(
-                [planned for _, planned in runs],
-                rounds=args.rounds or numerics_cost.ROUNDS,
-                output=args.output,
-            )
-        elif args.benchmark == "memory":
-            memory.bench(device=_device(args.device), output=args.output)
-        elif args.benchmark == "published-table":
-            published_table.bench(output=args.output)
-        elif args.benchmark == "verdicts":
-            verdicts.bench(num_sweeps=args.sweeps, output=args.output)
-        elif args.benchmark == "faults":
-            faults.bench(num_kills=args.kills, seed=args.seed, output=args.output)
-        elif args.benchmark == "optimizer":
-            planned = compose([f"model={args.shapes}", *args.overrides])
-            rounds = args.rounds or optimizer.ROUNDS
-            optimizer.bench(
-                planned,
-                device=_device(args.device),
-                rounds=rounds,
-                threads=args.threads,
-                output=args.output,
-            )
-        else:
-            steps = f"train.max_steps={args.steps or runner.STEPS}"
-            planned = compose([*runner.OVERRIDES, steps, *args.overrides])
-            runner.bench(planned, rounds=args.rounds or runner.ROUNDS, output=args.output)
+        BENCHMARKS[args.benchmark](arguments[1:])
     except UserError as error:
         print(f"precexp: {error}", file=sys.stderr)
         return 2

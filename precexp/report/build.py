@@ -260,6 +260,15 @@ def mean_of(
     return float(np.mean(found)) if found else None
 
 
+def losses_of(arm: ArmResult, metric: Metric) -> ArmLosses:
+    """What is compared of the arm, by seed."""
+    values = {seed: metric_of(run, metric) for seed, run in arm.compared.items()}
+    return ArmLosses(
+        losses={seed: value for seed, value in values.items() if value is not None},
+        diverged=frozenset(arm.diverged),
+    )
+
+
 def _group(
     runs: Sequence[ReportedRun],
     *,
@@ -286,8 +295,8 @@ def _group(
     if first.label == reference:
         in_unit = None if first.loss_mean is None else margin * abs(first.loss_mean)
         comparisons = compare_arms(
-            _values(first, metric),
-            {arm.label: _values(arm, metric) for arm in others},
+            losses_of(first, metric),
+            {arm.label: losses_of(arm, metric) for arm in others},
             margin=math.nan if in_unit is None else in_unit,  # nan: nothing will be paired
         )
         compared = (
@@ -368,14 +377,6 @@ def _choices(runs: Sequence[ReportedRun]) -> tuple[str | None, str | None]:
             arm = run.record.arm
             return str(arm.get("precision")), str(arm.get("optim"))
     return None, None
-
-
-def _values(arm: ArmResult, metric: Metric) -> ArmLosses:
-    values = {seed: metric_of(run, metric) for seed, run in arm.compared.items()}
-    return ArmLosses(
-        losses={seed: value for seed, value in values.items() if value is not None},
-        diverged=frozenset(arm.diverged),
-    )
 
 
 def _value(run: ReportedRun, metric: Metric) -> float:

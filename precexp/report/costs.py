@@ -1,4 +1,4 @@
-"""The sections of report.md on speed, on what the runs lost and what they ran on."""
+"""The sections of report.md on speed and on what the runs ran on."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,28 +22,6 @@ def speed_section(report: Report) -> Iterator[str]:
     )
     yield ""
     yield "Means over the runs of an arm; they compare only on one machine with nothing else to do."
-
-
-def warnings_section(report: Report) -> Iterator[str]:
-    """What precision lost, by arm and kind of warning; nothing if there is none."""
-    rows: dict[tuple[str, str], list[Mapping[str, object]]] = {}
-    for run in report.runs:
-        for warning in run.record.warnings if run.record else []:
-            rows.setdefault((run.label or "unknown", str(warning.get("code"))), []).append(warning)
-    if rows:
-        yield from markdown_table(
-            ("arm", "code", "runs", "message", "value", "threshold", "remedy"),
-            [
-                (
-                    f"`{label}`",
-                    f"`{code}`",
-                    str(len(found)),
-                    *(_spelled(found[0].get(key)) for key in ("message", "value", "threshold")),
-                    _spelled(found[0].get("remedy")),
-                )
-                for (label, code), found in rows.items()
-            ],
-        )
 
 
 def environment_section(report: Report) -> Iterator[str]:

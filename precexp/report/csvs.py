@@ -1,7 +1,10 @@
-"""runs.csv and arms.csv: every number in full, for programs. Unmeasured is an empty cell."""
+"""runs.csv, arms.csv and numerics.csv: every number in full, for programs.
+
+Unmeasured is an empty cell.
+"""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from precexp.report.build import (
@@ -14,6 +17,8 @@ from precexp.report.build import (
     result,
     timing,
 )
+from precexp.report.curves import Floats, Steps
+from precexp.report.probes import ArmProbes, probed_arms
 from precexp.report.read import ReportedRun
 from precexp.report.statistics import mean_and_std
 from precexp.report.tables import verdict_of
@@ -22,9 +27,15 @@ Cell = str | int | float | None
 
 
 def write_csvs(report: Report, output: Path) -> None:
-    """runs.csv and arms.csv."""
+    """runs.csv, arms.csv and, where something was probed, numerics.csv."""
     _write_csv(output / "runs.csv", RUN_COLUMNS, run_rows(report))
     _write_csv(output / "arms.csv", ARM_COLUMNS, arm_rows(report))
+    if arms := probed_arms(report):
+        with (output / "numerics.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(NUMERICS_COLUMNS)
+            for found in arms:
+                writer.writerows(_numerics_rows(found))
 
 
 def run_rows(report: Report) -> list[dict[str, Cell]]:
@@ -173,6 +184,28 @@ def _arm_row(arm: ArmResult, group: Group, report: Report) -> dict[str, Cell]:
         "group": group.title,
         "match_key": group.match_key,
     }
+
+
+NUMERICS_COLUMNS = ("label", "group", "seed", "step", "probe", "kind", "value")
+MOST_STEPS = 100  # of a series of probes; of a longer one every so many are written
+
+
+def _numerics_rows(found: ArmProbes) -> Iterator[Sequence[Cell]]:
+    """Each probe of each run that counts, then the means over them; `kind` is empty for a count."""
+    arm = (found.arm.label, found.group.title)
+    for run in found.runs:
+        for key, points in (run.curve.probes if run.curve is not None else {}).items():
+            probe, _, kind = key.partition("/")
+            for step, value in _thinned(points.step, points.values):
+                yield (*arm, run.seed, step, probe, kind, value)
+    for (probe, kind), band in found.bands.items():
+        for step, value in _thinned(band.step, band.mean):
+            yield (*arm, "mean", step, probe, kind, value)
+
+
+def _thinned(steps: Steps, values: Floats) -> Iterator[tuple[int, float]]:
+    stride = -(-len(steps) // MOST_STEPS)
+    return zip(steps[::stride].tolist(), values[::stride].tolist(), strict=True)
 
 
 def _text(value: object) -> str | None:

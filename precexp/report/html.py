@@ -18,6 +18,9 @@ from precexp.report.build import Report, problem
 from precexp.report.cards import cards_of, icon, swatch
 from precexp.report.charts import Json, chart_data, charts_of, style_of, to_script
 from precexp.report.markdown import sections, title_of
+from precexp.report.multiples import multiples_html
+from precexp.report.numerics import findings
+from precexp.report.probes import ArmProbes, probed_arms
 from precexp.report.tables import NOTHING, plural
 
 PAGE = Path(__file__).parent / "page"
@@ -55,6 +58,7 @@ class Context:
     report: Report
     output: Path
     charts: Json
+    probed: Mapping[str, ArmProbes]  # by the name of the picture that their panels stand for
     used: set[str] = field(default_factory=set)  # pictures that became charts: once each
 
 
@@ -64,7 +68,8 @@ def render_html(report: Report, output: Path) -> str:
     The figures that the Markdown names are read from `output`. The same records give the same text.
     """
     charts = chart_data(report, output)
-    context = Context(report=report, output=output, charts=charts)
+    probed = {found.picture: found for found in probed_arms(report)}
+    context = Context(report=report, output=output, charts=charts, probed=probed)
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     found = sections(report, output)
     text = "\n\n".join(f"## {title}\n\n{body}" for title, body in found.items())
@@ -224,6 +229,8 @@ def _place_images(tokens: Sequence[Token], context: Context) -> Iterator[Token]:
 def _picture(token: Token, context: Context, *, alone: bool) -> str:
     """The chart of the picture's name, the picture itself, or nothing where it is not there."""
     name = str(token.attrGet("src") or "")
+    if name in context.probed:
+        return _multiples(context.probed[name])
     path = context.output / name
     kind = IMAGE_TYPES.get(path.suffix.lower())
     inside = path.resolve().is_relative_to(context.output.resolve())
@@ -238,6 +245,15 @@ def _picture(token: Token, context: Context, *, alone: bool) -> str:
         fallback = f'{image} class="static">' if image else ""
         return f'<div class="charts">\n{charts}\n{fallback}\n</div>\n'
     return f'{image} class="picture">\n' if image else ""
+
+
+def _multiples(found: ArmProbes) -> str:
+    """An arm's panels, open where it lost something."""
+    shown = " open" if findings(found) else ""
+    return (
+        f"<details{shown}><summary>Probes over the steps</summary>{multiples_html(found)}"
+        "</details>\n"
+    )
 
 
 def _charts(name: str, context: Context) -> str:

@@ -11,12 +11,9 @@ from precexp.report.build import (
     problem,
     result,
 )
-from precexp.report.costs import (
-    environment_section,
-    speed_section,
-    warnings_section,
-)
+from precexp.report.costs import environment_section, speed_section
 from precexp.report.memory import memory_section
+from precexp.report.numerics import numerics_section
 from precexp.report.read import ReportedRun
 from precexp.report.tables import (
     NOTHING,
@@ -69,7 +66,7 @@ def sections(report: Report, output: Path) -> dict[str, str]:
         "Loss curves": _curves(),
         "Memory & bytes per parameter": memory_section(report),
         "Speed": speed_section(report),
-        "Numerics warnings": warnings_section(report),
+        "Numerics": numerics_section(report),
         "Runs & failures": _runs(report, output),
         "Environment": environment_section(report),
     }

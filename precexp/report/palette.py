@@ -1,4 +1,4 @@
-"""The colours of arms and of memory's categories, the same in every figure and in wandb."""
+"""The colours of arms, memory's categories and kinds of parameters: the same wherever drawn."""
 
 from collections.abc import Sequence
 
@@ -16,6 +16,16 @@ CATEGORY_COLOURS = {
     "temporaries": "#BBBBBB",
     "buffers": "#666666",
     "unattributed": "#DDDDDD",
+}
+
+# Of the lines of a numerics panel.
+KIND_COLOURS = {
+    "embedding": "#0072B2",
+    "attention": "#E69F00",
+    "mlp": "#009E73",
+    "bias": "#CC79A7",
+    "norm": "#D55E00",
+    "all": "#59626C",  # seen on light and dark pages
 }
 
 

@@ -22,6 +22,14 @@ ReportedStatus = Status | Literal["missing", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Points:
+    """One probe of a run, at the steps where it was measured; nan where it was not finite."""
+
+    step: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
     """A run's rows as columns, one entry per step; nan where nothing was measured or it is nan."""
 
@@ -33,6 +41,7 @@ class Curve:
     grad_norm: NDArray[np.float64]
     loss_scale: NDArray[np.float64]
     skipped: NDArray[np.bool_]
+    probes: Mapping[str, Points]  # by `probe/kind`
 
     @property
     def last_step(self) -> int:
@@ -217,7 +226,23 @@ def _curve(rows: Sequence[Row]) -> Curve:
         grad_norm=_column([row.grad_norm for row in rows]),
         loss_scale=_column([row.loss_scale for row in rows]),
         skipped=np.array([bool(row.skipped) for row in rows], dtype=np.bool_),
+        probes=_probes(rows),
     )
+
+
+def _probes(rows: Sequence[Row]) -> dict[str, Points]:
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for row in rows:
+        for key in block({"probes": row.probes}, "probes"):
+            value = number(row.probes, key)
+            if value is not None:
+                steps, values = found.setdefault(key, ([], []))
+                steps.append(row.step)
+                values.append(value)
+    return {
+        key: Points(step=np.array(steps, dtype=np.int64), values=_column(values))
+        for key, (steps, values) in found.items()
+    }
 
 
 def _column(values: Sequence[float | None]) -> NDArray[np.float64]:

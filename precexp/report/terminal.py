@@ -18,6 +18,7 @@ from precexp.report.build import (
     problem,
     timing,
 )
+from precexp.report.numerics import numerics_lines
 from precexp.report.tables import NOTHING, fixed, percent, plural, short, verdict_of, whole
 from precexp.report.verdict import banners
 
@@ -35,6 +36,8 @@ def print_report(report: Report, console: Console, output: Path | None = None) -
         for line in _notes(group, report):
             console.print(Text(line))
         console.print()
+    for line in numerics_lines(report):
+        console.print(Text(line))
     failures = [(run, text) for run in report.runs if (text := problem(run)) is not None]
     for run, text in failures:
         name = f"{run.label} seed {run.seed}" if run.label else str(run.directory)

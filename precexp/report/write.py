@@ -8,6 +8,8 @@ from precexp.report.html import render_html
 from precexp.report.latex import render_latex
 from precexp.report.markdown import render_markdown
 from precexp.report.memory import peak_categories
+from precexp.report.multiples import multiples_file
+from precexp.report.probes import probed_arms
 
 
 def write_report(report: Report, output: Path | None = None) -> None:
@@ -23,6 +25,10 @@ def write_report(report: Report, output: Path | None = None) -> None:
     write_loss_curves(report, output)
     if categories := peak_categories(report):
         write_memory_figure(categories, output / "memory")
+    for stale in output.glob("numerics-*.svg"):
+        stale.unlink()
+    for found in probed_arms(report):
+        (output / found.picture).write_text(multiples_file(found), encoding="utf-8")
     (output / "arms.tex").write_text(render_latex(report), encoding="utf-8")
     (output / "report.md").write_text(render_markdown(report, output), encoding="utf-8")
     (output / "report.html").write_text(render_html(report, output), encoding="utf-8")
