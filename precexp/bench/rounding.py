@@ -257,7 +257,7 @@ def _contrast(
         margin=group.margin,
     )[question.arm]
     own = probed[question.arm]
-    told = [each.sentence for each in findings(own) if each.code == question.code] if own else []
+    told = [each.claim for each in findings(own) if each.code == question.code] if own else []
     return ContrastRow(
         question=question.words,
         group=group.title,
@@ -297,11 +297,13 @@ def _contrast_table(answers: Answers) -> Iterator[str]:
         yield ""
         for row in rows:
             where = f"`{row.group}`: " if row.group else ""
+            interval = ""
+            if row.ci_low is not None:
+                interval = f", 90 % {spell_interval(row.ci_low, row.ci_high)}"
             margin = "" if row.margin is None else f" (margin ±{fixed(row.margin)})"
             yield (
-                f"- {where}{fixed(row.difference, sign=True)} {answers.unit}, 90 % "
-                f"{spell_interval(row.ci_low, row.ci_high)}: **{row.verdict}**{margin}."
-                f"{_evidence(row)}"
+                f"- {where}{fixed(row.difference, sign=True)} {answers.unit}{interval}: "
+                f"**{row.verdict}**{margin}.{_evidence(row)}"
             )
         yield ""
 
@@ -315,7 +317,7 @@ def _evidence(row: ContrastRow) -> str:
         f" `{row.probe}` is {spell(row.arm_probe)} in `{row.arm}`, {spell(row.against_probe)} in "
         f"`{row.against}`"
     )
-    return f"{both}. {row.finding}" if row.finding else f"{both}: no fault is flagged."
+    return f"{both}. {row.finding}." if row.finding else f"{both}: no fault is flagged."
 
 
 ARM_HEAD = (
