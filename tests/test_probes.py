@@ -192,7 +192,7 @@ def test_decay_outside_the_update_above_its_threshold_is_kept_as_rounding_has_it
 
 
 def test_decay_of_plain_bf16_is_dithered_by_updates_and_lost_without() -> None:
-    for lr, expected, tolerance in ((3e-3, 1, 0.05), (1e-7, 0, 1e-3)):  # seen 0.014, 4e-5
+    for lr, expected, tolerance in ((3e-3, 1, 0.05), (1e-7, 0, 1e-3)):  # seen 0.014, 2e-8
         probed = Probed(
             matrix(normal(60_000)), *PLAIN, f"train.lr={lr}", f"train.weight_decay={1e-3 / lr}"
         )

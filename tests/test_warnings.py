@@ -1,11 +1,13 @@
 """Each warning before a run: that it comes where the fault does, and that the fault does come."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from precexp import run as running
 from precexp.cli import compose
 from precexp.config import RunConfig
 from precexp.model import build_model
@@ -297,8 +299,15 @@ def test_the_typical_weight_is_the_median_of_the_matrices() -> None:
 
 
 def test_a_run_records_its_warnings_and_says_them_once_for_an_arm(
-    command: Callable[..., int], tmp_path, capfd: pytest.CaptureFixture[str]
+    command: Callable[..., int],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # As in processes of their own, which do not know what was said in others.
+    monkeypatch.setattr(running, "_say_once", running._say_once.__wrapped__)
+    monkeypatch.setattr(running, "planned_memory", lambda *_: None)
+    monkeypatch.setattr(running, "measured_memory", lambda *_, **__: None)
     arms = ("-m", "precision=bf16_pure", "optim=anyprecision,anyprecision_published", "seed=1,2")
     assert command(*arms, "name=two") == 0
     lines = [line for line in capfd.readouterr().err.splitlines() if "decay_lost" in line]
