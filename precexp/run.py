@@ -480,10 +480,16 @@ def _tell(record: RunWriter, notices: Sequence[str]) -> None:
 
 
 def _warn(record: RunWriter, found: Sequence[LossWarning]) -> None:
-    """Records what precision is going to lose, and prints it once for each arm."""
+    """Records what precision is going to lose; prints what no run of the arm beside it has told."""
+    told: set[object] = set()
+    for path in record.directory.parent.glob("seed-*/run.json"):
+        if path.parent != record.directory:
+            with suppress(RecordError):
+                told |= {warning.get("message") for warning in read_record(path).warnings}
     record.update(warnings=[asdict(warning) for warning in found])
     for warning in found:
-        _say_once(f"{record.record.arm['label']}: {warning.message}")
+        if warning.message not in told:
+            _say_once(f"{record.record.arm['label']}: {warning.message}")
 
 
 @cache

@@ -21,6 +21,16 @@ from precexp.report.tables import NOTHING, fixed, markdown_table, spell_interval
 COMPARISON_COLOUR = "#999999"
 BYTES = ("weights", "gradients", "states", "total")
 NATS = "nats per token"
+PROBES = {  # docs/numerics.md
+    "moved": "share of weights that moved in the step",
+    "update_kept": "share of the update that reached the weights",
+    "update_kept_compensated": "share of the update that reached weights + compensation",
+    "decay_kept": "share of the decay that was stored",
+    "variance_ratio": "stored variance over its float32 shadow",
+    "update_to_weight": "size of the update over that of the weights",
+    "gradient_underflow": "share of gradients that are zero among others that are not",
+    "gradient_overflow": "share of gradients that are not finite",
+}
 
 
 def build_workspace(comparison: Comparison, config: WandbConfig, *, entity: str) -> ws.Workspace:
@@ -136,7 +146,14 @@ def _sections(comparison: Comparison) -> list[ws.Section]:
             _lines("skipped steps: 1, or the share of the seeds", ["skipped"]),
             _bars("skipped steps", ["results.skipped_steps"]),
         ),
-        _section("Numerics", _lines("numerics", [], pattern="^numerics/.*")),
+        _section(
+            "Numerics",
+            *(
+                _lines(title, [], pattern=f"^numerics/{probe}/.*")
+                for probe, title in PROBES.items()
+            ),
+            _lines("skipped steps since the last probe", ["numerics/loss_scale_backoffs"]),
+        ),
     ]
 
 

@@ -27,7 +27,7 @@ from precexp.dashboard import main, recorded_wandb
 from precexp.record import Row, RunRecord
 from precexp.report import build_report
 from precexp.report.palette import COLOURS
-from precexp.workspace import build_workspace, write_workspace
+from precexp.workspace import PROBES, build_workspace, write_workspace
 from tests.test_report import FakeRun, write_sweep
 from tests.wandb_server import KEY, WandbServer, clean_wandb, only, records_of, serving, summary_of
 
@@ -198,15 +198,16 @@ def test_sections_show_what_tracking_logs(offline: Path) -> None:
         ("step", "loss_scale"),
         ("step", "skipped"),
     }
-    drawn = {key for line in lines for key in line if not key.startswith("difference/")}
+    elsewhere = ("difference/", "numerics/")
+    drawn = {key for line in lines for key in line if not key.startswith(elsewhere)}
     assert drawn <= Row.__dataclass_fields__.keys()
 
     configs = [panel["config"] for panel in panels if panel["viewType"] == "Bar Chart"]
     bars = {key for config in configs for key in config["metrics"]}
     assert bars >= {"timing.tokens_per_second", "memory.measured.peak_bytes"}
     assert bars <= set(flat(tracking._summary(a_record())))
-    (numerics,) = sections["Numerics"]
-    assert numerics["config"]["metricRegex"] == "^numerics/.*"
+    probes = [panel["config"].get("metricRegex") for panel in sections["Numerics"]]
+    assert probes == [*(f"^numerics/{probe}/.*" for probe in PROBES), None]
     assert f"| {PURE} | equivalent |" in sections["Verdict"][0]["config"]["value"]
 
 

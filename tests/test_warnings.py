@@ -1,11 +1,13 @@
 """Each warning before a run: that it comes where the fault does, and that the fault does come."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from precexp import run as running
 from precexp.cli import compose
 from precexp.config import RunConfig
 from precexp.model import build_model
@@ -163,7 +165,7 @@ def test_decay_inside_the_update_is_kept_at_the_same_rate(arm: tuple[str, ...]) 
     before = weights.master()
     weights.step(200)
     realised = (1 - weights.master() / before).mean().item() / (1 - (1 - 2e-5) ** 200)
-    assert realised == pytest.approx(1, abs=0.05)  # seen 0.99 to 1.01
+    assert realised == pytest.approx(1, abs=0.02)  # seen 0.992 to 1.001
 
 
 @pytest.mark.parametrize(
@@ -181,8 +183,8 @@ def test_idle_weights_stop_to_decay_where_the_remainder_is_rounded_to_nearest(
         weights.step(4000)
         asked = 1 - (1 - weights.config.train.lr) ** 4000
         realised[weights] = (1 - weights.master() / before).mean().item() / asked
-    assert realised[lost] < 0.6  # seen 0.43 and 0.00
-    assert realised[kept] == pytest.approx(1, abs=0.05)  # seen 1.00
+    assert realised[lost] < 0.2  # seen 0.09 and 0.00
+    assert realised[kept] == pytest.approx(1, abs=0.02)  # seen 0.997
     assert "decay_below_compensation" in warned(*arm, *rate(0.25 * 2.0**-bits))
     assert "decay_below_compensation" not in warned(*KAHAN, *rate(0.25 * 2.0**-bits))
     assert "decay_below_compensation" not in warned(*arm, *rate(8 * 2.0**-bits))
@@ -232,7 +234,7 @@ def test_a_variance_that_stalls_stays_within_a_factor_of_two() -> None:
         if stalls:
             assert left == pytest.approx(1, rel=0.01)
         else:
-            assert left == pytest.approx(0.999**3000, rel=0.1)  # seen 0.97 to 1.03 of it
+            assert left == pytest.approx(0.999**3000, rel=0.01)  # seen 0.9999 of it
         assert ("variance_stalls" in warned(*arm, "train.beta2=0.999")) == stalls
 
 
@@ -240,7 +242,7 @@ def test_a_variance_that_stalls_stays_within_a_factor_of_two() -> None:
 def test_a_steady_gradient_moves_no_typical_weight_below_the_threshold(
     arm: tuple[str, ...],
 ) -> None:
-    typical = torch.linspace(WEIGHT, 2**-6, 65)  # the median, and the larger of its binade
+    typical = torch.linspace(WEIGHT, 2**-6 - 2**-14, 65)  # the median, and larger, of a binade
     half_ulp = 2.0**-15
     for factor in (0.9, 1.1):
         lr = f"train.lr={factor * half_ulp}"
@@ -249,7 +251,7 @@ def test_a_steady_gradient_moves_no_typical_weight_below_the_threshold(
         weights.step(10, grad=-1e-3)  # away from 0: downwards a power of 2 has a nearer neighbour
         moved = (weights.param != before).float().mean().item()
         assert moved == (0 if factor < 1 else 1)
-        assert ("updates_below_half_ulp" in warned(*arm, lr)) == (factor < 1)
+        assert bool(warned(*arm, lr, "train.schedule=constant")) == (factor < 1)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_a_steady_gradient_moves_no_typical_weight_below_the_threshold(
         (PUBLISHED, 4e-41),
         (LOOP, 4e-41),
     ],
-    ids=" ".join,
+    ids=["fp32", "published", "loop"],
 )
 def test_an_eps_of_zero_makes_nan_of_weights_without_gradients(
     arm: tuple[str, ...], eps: float
@@ -287,10 +289,9 @@ def test_the_bits_of_weight_and_compensation_are_those_of_the_optimizer(
 
 
 def test_the_typical_weight_is_the_median_of_the_matrices() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-    model[0].weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
-    median = model[0].weight.detach().abs().median().item()
-    assert typical_weight(model) == pytest.approx(median)
+    linear = nn.Linear(64, 64)
+    median = linear.weight.detach().abs().median().item()
+    assert typical_weight(nn.Sequential(linear, nn.LayerNorm(64))) == pytest.approx(median)
     assert typical_weight(nn.LayerNorm(4)) is None
     config = micro()
     weight = typical_weight(build_model(config.model, seed=1))
@@ -298,8 +299,15 @@ def test_the_typical_weight_is_the_median_of_the_matrices() -> None:
 
 
 def test_a_run_records_its_warnings_and_says_them_once_for_an_arm(
-    command: Callable[..., int], tmp_path, capfd: pytest.CaptureFixture[str]
+    command: Callable[..., int],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # As in processes of their own, which do not know what was said in others.
+    monkeypatch.setattr(running, "_say_once", running._say_once.__wrapped__)
+    monkeypatch.setattr(running, "planned_memory", lambda *_: None)
+    monkeypatch.setattr(running, "measured_memory", lambda *_, **__: None)
     arms = ("-m", "precision=bf16_pure", "optim=anyprecision,anyprecision_published", "seed=1,2")
     assert command(*arms, "name=two") == 0
     lines = [line for line in capfd.readouterr().err.splitlines() if "decay_lost" in line]

@@ -151,7 +151,7 @@ class Probes:
             sites=sites,
             weight=_pick(sites, [site.param for site in sites]),
             states=self._states_of(sites),
-            num_steps=[int(self._optimizer.state[site.param].get("step", 0)) for site in sites],
+            num_steps=[int(self._state_of(site).get("step", 0)) for site in sites],
             of_gradients=of_gradients(_pick_gradients(sites), sites),
         )
 
@@ -186,7 +186,7 @@ class Probes:
             self._shadow.copy_(state["shadow"])
             self._backoffs = int(state["backoffs"])
             return
-        sites = [site for site in self._sites if self._optimizer.state[site.param]]
+        sites = [site for site in self._sites if self._state_of(site)]
         for site in sites:
             self._shadow[site.where] = variance_of(self._states_of([site]))
 
@@ -196,11 +196,15 @@ class Probes:
     def _sites_with_gradients(self) -> Sequence[Site]:
         return [site for site in self._sites if site.param.grad is not None]
 
-    def _states_of(self, sites: Sequence[Site]) -> dict[str, Tensor]:
+    def _state_of(self, site: Site) -> Mapping[str, Tensor]:
+        # Not by [], which would give a parameter a place in the order of the states.
+        return self._optimizer.state.get(site.param, {})
+
+    def _states_of(self, sites: Sequence[Site], names: Sequence[str] = STATES) -> dict[str, Tensor]:
         """The stored states of the sites' samples; 0 of a parameter that has taken no step yet."""
-        states = [self._optimizer.state[site.param] for site in sites]
+        states = [self._state_of(site) for site in sites]
         found = {}
-        for name in STATES:
+        for name in names:
             dtype = next((state[name].dtype for state in states if name in state), None)
             if dtype is not None:
                 found[name] = torch.cat(
@@ -243,7 +247,7 @@ class Probes:
         both_nan = weight.isnan() & before.weight.isnan()
         moved = (weight != before.weight) & ~both_nan
         stored = weight.double() - before.weight.double()
-        after = self._states_of(before.sites)
+        after = self._states_of(before.sites, ("exp_avg_sq", "compensation"))
         shadow = torch.cat([self._shadow[site.where] for site in before.sites])
         quotients = {
             "moved": Quotient(moved, torch.ones_like(moved)),
@@ -321,7 +325,8 @@ def _pick(sites: Sequence[Site], tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _pick_gradients(sites: Sequence[Site]) -> Tensor:
-    return torch.cat([site.pick(site.param.grad) for site in sites if site.param.grad is not None])
+    """Of sites that have one."""
+    return torch.cat([site.pick(grad) for site in sites if (grad := site.param.grad) is not None])
 
 
 def _part(states: Mapping[str, Tensor], where: slice) -> dict[str, Tensor]:

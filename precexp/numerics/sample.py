@@ -31,6 +31,8 @@ class Site:
 
     def pick(self, tensor: Tensor) -> Tensor:
         """The sampled elements of a tensor of the parameter's shape, `[n]`; it may be a view."""
+        if self.is_whole and tensor.ndim == 1:  # most sites: at each step, even a view would count
+            return tensor
         if not tensor.is_contiguous():  # reshaped, it would be copied whole
             return torch.take(tensor, self.places)
         flat = tensor.view(-1)
