@@ -13,19 +13,29 @@ if TYPE_CHECKING:
     import torch
 
 
-BENCHMARKS = ("runner", "numerics", "optimizer", "memory", "published-table", "verdicts")
+BENCHMARKS = (
+    "runner",
+    "trainer",
+    "numerics",
+    "optimizer",
+    "memory",
+    "published-table",
+    "verdicts",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     set_process_defaults()
     from precexp.bench import memory, numerics, optimizer, published_table, runner, verdicts
-    from precexp.cli import compose
+    from precexp.cli import compose, compose_sweep
 
     parser = argparse.ArgumentParser(prog="python -m precexp.bench", description=__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
     parser.add_argument("overrides", nargs="*", help="of the config, as key=value")
-    parser.add_argument("--rounds", type=int, help="runner and optimizer: of all candidates")
-    parser.add_argument("--steps", type=int, default=runner.STEPS, help="runner: in each round")
+    parser.add_argument("--rounds", type=int, help="of all candidates (runner, trainer, optimizer)")
+    parser.add_argument(
+        "--steps", type=int, default=runner.STEPS, help="runner, trainer: in each round"
+    )
     parser.add_argument("--sweeps", type=int, default=5000, help="verdicts: of each kind")
     parser.add_argument("--shapes", default="opt-125m", help="optimizer: of which model")
     parser.add_argument("--threads", type=int, default=1, help="optimizer")
@@ -54,6 +64,17 @@ def main(arguments: Sequence[str]) -> int:
                 threads=args.threads,
                 output=args.output,
             )
+        elif args.benchmark == "trainer":
+            from precexp.bench import trainer  # imports transformers' Trainer: a second or more
+
+            chosen = any(text.startswith("precision=") for text in args.overrides)
+            overrides = [] if chosen else [trainer.PRECISIONS]
+            steps = f"train.max_steps={args.steps}"
+            composed = compose_sweep(
+                [*trainer.OVERRIDES, steps, *overrides, *args.overrides], multirun=True
+            )
+            rounds = args.rounds or trainer.ROUNDS
+            trainer.bench([each for _, each in composed], rounds=rounds, output=args.output)
         else:
             steps = f"train.max_steps={args.steps}"
             planned = compose([*runner.OVERRIDES, steps, *args.overrides])
