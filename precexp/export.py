@@ -1,9 +1,16 @@
 """python -m precexp.export RUN [--output FOLDER] [--dtype stored|float32]
+python -m precexp.export --init path=FOLDER [key=value ...]
 
-Writes the model of a run's last checkpoint as a Hugging Face folder (weights as safetensors,
-config, tokenizer) that from_pretrained loads. `stored` keeps the dtype that the run trained in, and
-gives the run's eval loss; `float32` adds what a Kahan compensation holds of each weight. The folder
-is RUN/export unless told otherwise.
+Writes a model as a Hugging Face folder (weights as safetensors, config, tokenizer) that
+from_pretrained loads.
+
+Of a RUN it is the model of the last checkpoint. `stored` keeps the dtype that the run trained in,
+and gives the run's eval loss; `float32` adds what a Kahan compensation holds of each weight. The
+folder is RUN/export unless told otherwise.
+
+With --init it is the float32 model that a run of the overrides begins with, and the tokenizer of
+data.tokenizer. model=hf model.path=FOLDER then begins with the same weights: by the same seed, or
+by model.pretrained=true whatever the seed.
 """
 
 import argparse
@@ -11,11 +18,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from precexp import set_process_defaults
+from precexp.cli import compose
 from precexp.config import RunConfig, UserError, load
 from precexp.record import RunRecord, read_record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Dtype = Literal["stored", "float32"]
 
@@ -28,18 +39,66 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="the directory of a run")
+    parser.add_argument(
+        "what", nargs="+", metavar="RUN | key=value", help="a run's directory, or overrides"
+    )
+    parser.add_argument("--init", action="store_true", help="a model that was not trained yet")
     parser.add_argument("--output", type=Path, help="the folder to write")
-    parser.add_argument("--dtype", choices=["stored", "float32"], default="stored")
-    args = parser.parse_args(arguments)
-    output = args.output or args.run / "export"
+    parser.add_argument("--dtype", choices=["stored", "float32"], help="of a run; default stored")
+    args = parser.parse_intermixed_args(arguments)
     try:
-        step = export(args.run, output, dtype=args.dtype)
+        print(_export_initial(args) if args.init else _export_run(args))
     except (UserError, OSError) as error:
         print(f"precexp: {error}", file=sys.stderr)
         return 2
-    print(f"written: {output}, the model after step {step}")
     return 0
+
+
+def _export_run(args: argparse.Namespace) -> str:
+    if len(args.what) != 1:
+        raise UserError("RUN: give the directory of one run, or --init with overrides")
+    run = Path(args.what[0])
+    output = args.output or run / "export"
+    step = export(run, output, dtype=args.dtype or "stored")
+    return f"written: {output}, the model after step {step}"
+
+
+def _export_initial(args: argparse.Namespace) -> str:
+    if args.dtype is not None:
+        raise UserError("--dtype: allowed for a run alone; a model that was not trained is float32")
+    paths = [text.removeprefix("path=") for text in args.what if text.startswith("path=")]
+    paths += [] if args.output is None else [args.output]
+    if len(paths) != 1 or not paths[0]:
+        raise UserError("path: give one folder to write, as path=FOLDER")
+    output = Path(paths[0])
+    overrides = [text for text in args.what if not text.startswith("path=")]
+    config, digest = export_initial(overrides, output)
+    return f"written: {output}, {config.model.name} of seed {config.seed}, init_hash {digest}"
+
+
+def export_initial(overrides: Sequence[str], output: Path) -> tuple[RunConfig, str]:
+    """Writes the folder; returns the config composed of the overrides and the model's init_hash.
+
+    Raises UserError for what the command line would refuse, for a tokenizer with more entries than
+    the model's vocabulary, and for a folder that is not empty.
+    """
+    config = compose(overrides).config
+    _require_free(output)
+
+    from precexp.data.tokenizer import build_tokenizer, require_vocabulary
+    from precexp.model import build_model, init_hash, read_model_config
+
+    architecture = read_model_config(config.model)
+    tokenizer = build_tokenizer(
+        config.data.tokenizer,
+        model_path=config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    require_vocabulary(tokenizer, vocab_size=architecture.vocab_size)
+    model = build_model(config.model, seed=config.seed)
+    digest = init_hash(model)
+    _write_folder(model, config, output)
+    return config, digest
 
 
 def export(run: Path, output: Path, *, dtype: Dtype) -> int:
@@ -49,14 +108,12 @@ def export(run: Path, output: Path, *, dtype: Dtype) -> int:
     is not empty.
     """
     record = read_record(run / "run.json")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output: {output} exists already; choose another folder")
+    _require_free(output)
     config = _config_of(record, run)
 
     import torch  # seconds
 
     from precexp.checkpoint import load_tensors, newest_checkpoint
-    from precexp.data.tokenizer import save_tokenizer
     from precexp.model import build_model
     from precexp.optim import AnyPrecisionAdamW, build_optimizer
     from precexp.precision import build_precision
@@ -85,15 +142,27 @@ def export(run: Path, output: Path, *, dtype: Dtype) -> int:
         )
         for param, weight in zip(params, full, strict=True):
             param.data = weight
-    model.config.use_cache = True  # off while training; what loads it may want to generate
-    model.save_pretrained(output)
+    _write_folder(model, config, output)
+    return checkpoint.step
+
+
+def _require_free(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists already; choose another folder")
+
+
+def _write_folder(model: "PreTrainedModel", config: RunConfig, output: Path) -> None:
+    """The tokenizer first, since that one may not be there any more."""
+    from precexp.data.tokenizer import save_tokenizer
+
     save_tokenizer(
         config.data.tokenizer,
         output,
         model_path=config.model.path,
         trust_remote_code=config.model.trust_remote_code,
     )
-    return checkpoint.step
+    model.config.use_cache = True  # off while training; what loads it may want to generate
+    model.save_pretrained(output)
 
 
 def _config_of(record: RunRecord, run: Path) -> RunConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -17,6 +18,12 @@ from transformers import (
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
+)
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
 )
 from transformers.utils.import_utils import is_flash_attn_2_available
 
@@ -45,6 +52,9 @@ RESIDUAL_DROPOUTS = (
     "hidden_dropout_prob",
 )
 
+# A folder with one of these has weights.
+WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+
 ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
 
 
@@ -59,6 +69,7 @@ def read_model_config(config: ModelConfig) -> PreTrainedConfig:
     }
     if config.pretrained:
         found = _read_checkpoint_config(config)
+        _require_weights(found, config)
         _require_agreement(found, given, config)
     elif len(given) == len(ARCHITECTURE):
         # Nothing is padded here, and with a pad id the row of a real token would start at 0.
@@ -174,8 +185,6 @@ def _read_checkpoint_config(
 def _load_checkpoint(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
     path = config.path
     assert path is not None
-    if getattr(architecture, "quantization_config", None) is not None:
-        raise UserError(f"model.path: {path} holds quantized weights, which cannot be trained")
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
             path,
@@ -185,7 +194,7 @@ def _load_checkpoint(config: ModelConfig, architecture: PreTrainedConfig) -> Pre
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from None
     if missing := sorted(loading["missing_keys"]):
         raise UserError(
@@ -193,6 +202,19 @@ def _load_checkpoint(config: ModelConfig, architecture: PreTrainedConfig) -> Pre
             f"{missing[0]} among them"
         )
     return model
+
+
+def _require_weights(found: PreTrainedConfig, config: ModelConfig) -> None:
+    """UserError, before anything is built, for weights that are not there or cannot be trained."""
+    path = config.path
+    assert path is not None
+    if getattr(found, "quantization_config", None) is not None:
+        raise UserError(f"model.path: {path} holds quantized weights, which cannot be trained")
+    if is_local(path) and not any((Path(path) / name).is_file() for name in WEIGHTS):
+        raise UserError(
+            f"model.path: {path} holds no weights ({SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}); "
+            "give a folder that does, or model.pretrained=false for random ones"
+        )
 
 
 def _require_causal(found: PreTrainedConfig, config: ModelConfig) -> None:

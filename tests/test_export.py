@@ -94,6 +94,80 @@ def test_a_model_from_a_folder_is_exported_too(tmp_path: Path, cache_dir: Path) 
     assert loaded.config.use_cache
 
 
+def test_an_initial_folder_starts_a_run_as_its_config_does(
+    tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "first"
+    assert main(["--init", *MICRO, "seed=3", f"path={folder}"]) == 0
+    run(tmp_path / "direct", cache_dir, "seed=3")
+    direct = read_record(tmp_path / "direct/run.json")
+    expected = direct.evidence["init_hash"]
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said == f"written: {folder}, opt-tiny of seed 3, init_hash {expected}"
+    for name, overrides, seed in (
+        ("again", [], 3),
+        ("loaded", ["model.pretrained=true"], 3),
+        ("other", ["model.pretrained=true", "data.tokenizer=null"], 4),
+    ):
+        same = ("model=hf", f"model.path={folder}", "model.attention=eager", f"seed={seed}")
+        run(tmp_path / name, cache_dir, *same, *overrides)
+        record = read_record(tmp_path / name / "run.json")
+        assert record.evidence["init_hash"] == expected
+        equal = record.results["final_eval_loss"] == direct.results["final_eval_loss"]
+        assert equal == (seed == 3)  # the order of the batches is the seed's
+
+
+def test_a_prepared_folder_is_begun_anew_with_other_layers_and_tokenizer(tmp_path: Path) -> None:
+    source, output = tmp_path / "source", tmp_path / "fresh"
+    GPT2Config(vocab_size=2048, n_embd=16, n_layer=1, n_head=2, n_positions=64).save_pretrained(
+        source
+    )
+    overrides = ["model=hf", f"model.path={source}", "model.num_hidden_layers=3"]
+    assert main(["--init", *overrides, "data.tokenizer=bundled", "--output", str(output)]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
+    assert (loaded.config.model_type, loaded.config.n_layer) == ("gpt2", 3)
+    assert loaded.config.use_cache
+    assert {param.dtype for param in loaded.parameters()} == {torch.float32}
+    texts = ["It is a truth universally acknowledged.\n"]
+    ours = build_tokenizer(None, model_path=str(output), trust_remote_code=False).encode(texts)
+    bundled = build_tokenizer("bundled", model_path=None, trust_remote_code=False).encode(texts)
+    assert ours == bundled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--init", "model=opt-tiny"], "path: give one folder to write, as path=FOLDER"),
+        (["--init", "path="], "path: give one folder to write, as path=FOLDER"),
+        (["--init", "path=a", "--output=b"], "path: give one folder to write, as path=FOLDER"),
+        (["--init", "path=a", "--dtype=stored"], "--dtype: allowed for a run alone"),
+        (["--init", "path=taken"], "taken exists already; choose another folder"),
+        (["--init", "path=a", "model=gpt-9"], "model: 'gpt-9' is not a choice; allowed: "),
+        (["--init", "path=a", "model.width=3"], "model.width: unknown key; allowed: "),
+        (["--init", "path=a", "model.vocab_size=100"], "data.tokenizer: bundled: 2,048 entries"),
+        (["--init", "path=a", "model=hf", "model.path=no/where/at/all"], "model.path: 'no/where"),
+        (["--init", "path=a", "data.tokenizer=no/where/at/all"], "data.tokenizer: 'no/where"),
+        (["--init", "path=/proc/a", *MICRO], "[Errno 2] No such file or directory: '/proc/a'"),
+        (["one", "two"], "RUN: give the directory of one run, or --init with overrides"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_mistakes_about_an_initial_folder_are_one_line_and_leave_none(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").mkdir()
+    Path("taken/file").touch()
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"precexp: {message}"), line
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
 def test_mistakes_are_one_line(
     tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, LlamaConfig, OPTConfig
+from transformers import GPT2Config, OPTConfig
 
 from precexp import plan as command
 from precexp import run as running
@@ -102,25 +102,6 @@ def test_the_planned_peaks_are_the_allocators(case: tuple[str, ...]) -> None:
     residuals = bench.compare("", config_of(*case)).residuals
     allowed = 3e-3 if "model.gradient_checkpointing=true" in case else 1e-3
     assert max(map(abs, residuals.values())) < allowed
-
-
-@pytest.mark.parametrize(
-    ("architecture", "options"),
-    [
-        (GPT2Config(n_embd=96, n_layer=2, n_head=4, vocab_size=999, n_positions=99), "bf16_mixed"),
-        (LlamaConfig(hidden_size=96, intermediate_size=256, num_hidden_layers=2,
-                     num_attention_heads=4, num_key_value_heads=2, vocab_size=999,
-                     tie_word_embeddings=False), "bf16_pure"),
-        (LlamaConfig(hidden_size=96, intermediate_size=256, num_hidden_layers=2,
-                     num_attention_heads=4, vocab_size=999), "fp32"),
-    ],
-    ids=["gpt2", "llama untied", "llama tied"],
-)  # fmt: skip
-def test_models_from_a_folder_are_planned_too(
-    architecture: object, options: str, tmp_path: Path
-) -> None:
-    config = compose([*saved(architecture, tmp_path), f"precision={options}"]).config
-    assert max(map(abs, bench.compare("", config).residuals.values())) < 1e-3
 
 
 @pytest.mark.parametrize("precision", RECIPES)

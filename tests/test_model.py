@@ -366,9 +366,19 @@ def test_a_config_with_a_value_of_the_wrong_type_is_refused(tmp_path: Path) -> N
 def test_a_folder_without_weights_cannot_be_pretrained(tmp_path: Path) -> None:
     config = read_from(saved(OPT, tmp_path))
     build_model(config, seed=0)
-    message = refusal(replace(config, pretrained=True))
-    assert message.startswith(f"model.path: {tmp_path}: ")
-    assert "no file named" in message
+    assert refusal(replace(config, pretrained=True)) == (
+        f"model.path: {tmp_path} holds no weights (model.safetensors or pytorch_model.bin); "
+        "give a folder that does, or model.pretrained=false for random ones"
+    )
+
+
+def test_weights_that_cannot_be_read_are_refused(
+    float16_opt: tuple[Path, OPTForCausalLM],
+) -> None:
+    file = float16_opt[0] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    message = refusal(replace(read_from(float16_opt[0]), pretrained=True))
+    assert message.startswith(f"model.path: {float16_opt[0]}: ")
 
 
 def test_weights_that_lack_a_parameter_are_refused(tmp_path: Path) -> None:

@@ -46,6 +46,22 @@ def bench_runner(arguments: Arguments) -> None:
     runner.bench(planned, rounds=args.rounds, output=args.output)
 
 
+def bench_trainer(arguments: Arguments) -> None:
+    from precexp.bench import trainer
+    from precexp.cli import compose_sweep
+
+    parser = Parser("trainer", output="JSON")
+    parser.takes_overrides()
+    parser.takes_rounds(trainer.ROUNDS, trainer.STEPS)
+    args = parser.parse_intermixed_args(arguments)
+    chosen = any(text.startswith("precision=") for text in args.overrides)
+    overrides = [*trainer.OVERRIDES, f"train.max_steps={args.steps}", *args.overrides]
+    if not chosen:
+        overrides.append(trainer.PRECISIONS)
+    planned = [run for _, run in compose_sweep(overrides, multirun=True)]
+    trainer.bench(planned, rounds=args.rounds, output=args.output)
+
+
 def bench_numerics(arguments: Arguments) -> None:
     from precexp.bench import numerics
     from precexp.cli import compose
@@ -136,6 +152,7 @@ def bench_rounding(arguments: Arguments) -> None:
 
 BENCHMARKS: dict[str, Callable[[Arguments], None]] = {
     "runner": bench_runner,
+    "trainer": bench_trainer,
     "numerics": bench_numerics,
     "numerics-cost": bench_numerics_cost,
     "optimizer": bench_optimizer,

@@ -8,7 +8,7 @@ import torch
 
 from precexp.config import DataConfig, UserError
 from precexp.data.text import Corpus, open_corpus
-from precexp.data.tokenizer import build_tokenizer
+from precexp.data.tokenizer import build_tokenizer, require_vocabulary
 from precexp.data.tokens import PartFacts, Tokens, open_tokens
 
 
@@ -39,11 +39,7 @@ def load_blocks(
     tokenizer = build_tokenizer(
         config.tokenizer, model_path=model_path, trust_remote_code=trust_remote_code
     )
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"{tokenizer.origin}: {tokenizer.vocab_size:,} entries are more than "
-            f"model.vocab_size={vocab_size}; give a smaller tokenizer or a larger vocabulary"
-        )
+    require_vocabulary(tokenizer, vocab_size=vocab_size)
     corpus = open_corpus(config)
     if corpus.rows == "documents" and tokenizer.separator_id is None:
         raise UserError(

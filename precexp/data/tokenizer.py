@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 BUNDLED = Path(__file__).parents[1] / "corpus" / "tokenizer.json"
 
+# What the files of a tokenizer are called, as patterns.
+_FILES = ("*tokenizer*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")
+
 # What ends a document in a tokenizer that names no end-of-text token itself.
 _SEPARATORS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 
@@ -47,6 +50,15 @@ def build_tokenizer(
     if path.is_file():
         return _from_file(f"{key}: {name}", path)
     return _from_transformers(key, str(path), trust_remote_code)
+
+
+def require_vocabulary(tokenizer: Tokenizer, *, vocab_size: int) -> None:
+    """UserError if the tokenizer has ids that a model of `vocab_size` has not."""
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{tokenizer.origin}: {tokenizer.vocab_size:,} entries are more than "
+            f"model.vocab_size={vocab_size}; give a smaller tokenizer or a larger vocabulary"
+        )
 
 
 def save_tokenizer(
@@ -133,17 +145,20 @@ def _from_transformers(key: str, name: str, trust_remote_code: bool) -> Tokenize
     prepare_hub(key, name)
     from transformers import AutoTokenizer
 
+    origin, folder = f"{key}: {name}", Path(name)
+    lacking = UserError(
+        f"{origin} has no tokenizer files; give data.tokenizer=FOLDER (or a tokenizer.json, or "
+        "bundled)"
+    )
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _FILES):
+        raise lacking
     try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise hub_error(key, name, error) from None
-    origin = f"{key}: {name}"
-    # From a folder without its files transformers makes a tokenizer of special tokens alone.
+    # Without some of its files transformers makes a tokenizer of special tokens alone.
     if not loaded.get_vocab().keys() - set(loaded.all_special_tokens):
-        raise UserError(
-            f"{origin} has no tokenizer files; give data.tokenizer=FOLDER (or a tokenizer.json, or "
-            "bundled)"
-        )
+        raise lacking
     if loaded.is_fast:
         return _from_raw(origin, loaded.backend_tokenizer, separator_id=loaded.eos_token_id)
     return _from_slow(origin, loaded)
