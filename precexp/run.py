@@ -1,14 +1,11 @@
 """One experiment from start to finish."""
 
-import math
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from functools import cache, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +35,9 @@ from precexp.memory import ledger
 from precexp.memory.advice import ways_out
 from precexp.memory.plan import MIB, plan
 from precexp.model import build_model, init_hash, read_model_config, require_positions
-from precexp.numerics import LossWarning, build_probes, typical_weight, warnings_of
+from precexp.numerics import LossWarning, Probing, build_probes, typical_weight, warnings_of
 from precexp.optim import build_optimizer, promised_states
+from precexp.outcome import Outcome
 from precexp.precision import Census, Precision, build_precision, check_census, take_census
 from precexp.progress import Progress
 from precexp.record import RecordError, Row, RunRecord, RunWriter, one_line, read_record
@@ -84,12 +82,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
                 weight=typical_weight(model),
             ),
         )
-        promised = precision.promised() | promised_states(
-            config.optim, param_dtype=precision.param_dtype
-        )
-        scaler = precision.build_scaler()
         batches = Batches(blocks.train, batch_size=config.train.batch_size, seed=config.seed)
-        eval_blocks = eval_subset(blocks.eval, _num_eval_blocks(config.train))
         _tell(record, [*blocks.notices, *_notices(config, device), *tracker.notices])
         outcome = Outcome(began=began, eval_bytes_per_token=blocks.eval_bytes_per_token)
         outcome.replay(record.rows)
@@ -98,78 +91,34 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
             Progress(total_steps, log_every=config.train.log_every, label=arm.label) as progress,
             Interrupts() as interrupts,
         ):
-            optimizer = build_optimizer(
-                model.parameters(), config.optim, config.train, seed=config.seed
+            training = _begin(
+                config, model, batches, precision, checkpoint, total_steps=total_steps
             )
-            place(model, optimizer, precision, device=device, compiled=config.model.compile)
-            if checkpoint is not None:
-                load_checkpoint(
-                    checkpoint, model=model, optimizer=optimizer, scaler=scaler, batches=batches
-                )
             if record.record.census is None:
                 record.update(census=take_census(model).as_record())
-            init_bytes = ledger.model_bytes(begun, model, optimizer)
-            probes = build_probes(
-                model,
-                optimizer,
-                config.optim,
-                every=config.train.probe_every,
-                total_steps=total_steps,
-                seed=config.seed,
-                loss_scaling=scaler.is_enabled(),
+            init_bytes = ledger.model_bytes(begun, model, training.optimizer)
+            _follow(
+                train(
+                    model,
+                    training.optimizer,
+                    batches,
+                    precision,
+                    config.train,
+                    scaler=training.scaler,
+                    eval_blocks=eval_subset(blocks.eval, _num_eval_blocks(config.train)),
+                    total_steps=total_steps,
+                    after_step=checkpoint.step if checkpoint else 0,
+                    tokens_served=checkpoint.tokens if checkpoint else 0,
+                    on_phase=phase.begin,
+                    probes=training.probes,
+                ),
+                training,
+                config,
+                record,
+                outcome,
+                sinks=(record, tracker, progress, outcome),
+                interrupts=interrupts,
             )
-            if checkpoint is not None:
-                probes.load(load_numerics(checkpoint))
-
-            save = partial(
-                save_checkpoint,
-                directory / "checkpoints",
-                model=model,
-                optimizer=optimizer,
-                scaler=scaler,
-                batches=batches,
-                config_hash=record.record.config_hash,
-                keep_last=config.train.keep_last,
-            )
-            for event in train(
-                model,
-                optimizer,
-                batches,
-                precision,
-                config.train,
-                scaler=scaler,
-                eval_blocks=eval_blocks,
-                total_steps=total_steps,
-                after_step=checkpoint.step if checkpoint else 0,
-                tokens_served=checkpoint.tokens if checkpoint else 0,
-                on_phase=phase.begin,
-                probes=probes,
-            ):
-                if isinstance(event, Census):
-                    record.update(census=event.as_record())
-                    check_census(event, promised)
-                    print(event.summary(), file=sys.stderr)
-                    continue
-                for sink in (record, tracker, progress, outcome):
-                    sink.write(event)
-                if event.eval_loss is not None:
-                    record.evidence(data_hash=batches.data_hash, at_step=event.step)
-                # On CUDA the model may be ahead of the row: then a later row is the place to stop.
-                served = batches.position * blocks.train.shape[1]
-                stops = interrupts.asked is not None and event.tokens == served
-                is_due = checkpoints_at(event.step, config.train, total_steps=total_steps)
-                if (is_due or stops) and not has_diverged(event):
-                    record.sync()
-                    save(
-                        step=event.step,
-                        tokens=event.tokens,
-                        rows_sha256=record.rows_sha256,
-                        numerics=probes.state(),
-                    )
-                if outcome.gave_up:
-                    break
-                if stops:
-                    raise KeyboardInterrupt(f"by {interrupts.asked} after step {event.step}")
 
         record.evidence(data_hash=batches.data_hash)
         record.update(
@@ -179,7 +128,14 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
             timing=outcome.timing(),
         )
         measured = measured_memory(
-            record, begun, model, optimizer, precision, scaler, config, init_bytes=init_bytes
+            record,
+            begun,
+            model,
+            training.optimizer,
+            precision,
+            training.scaler,
+            config,
+            init_bytes=init_bytes,
         )
         # At once: planning takes a while, and may be killed.
         record.update(memory={"planned": None, "measured": measured})
@@ -188,6 +144,110 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         tracker.finish(record.record)
         _tell(record, tracker.notices)  # what went wrong with wandb on the way
         return record.record
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    """What a checkpoint holds, as it was begun or gone on with."""
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    batches: Batches
+    probes: Probing
+    promised: Mapping[str, torch.dtype]  # of the census, by role
+    total_steps: int
+
+
+def _begin(
+    config: RunConfig,
+    model: PreTrainedModel,
+    batches: Batches,
+    precision: Precision,
+    checkpoint: Checkpoint | None,
+    *,
+    total_steps: int,
+) -> _Training:
+    """Places the model beside an optimizer, and takes both to where the checkpoint left them."""
+    optimizer = build_optimizer(model.parameters(), config.optim, config.train, seed=config.seed)
+    device = environment.pick_device(config.device)
+    place(model, optimizer, precision, device=device, compiled=config.model.compile)
+    scaler = precision.build_scaler()
+    if checkpoint is not None:
+        load_checkpoint(
+            checkpoint, model=model, optimizer=optimizer, scaler=scaler, batches=batches
+        )
+    probes = build_probes(
+        model,
+        optimizer,
+        config.optim,
+        every=config.train.probe_every,
+        total_steps=total_steps,
+        seed=config.seed,
+        loss_scaling=scaler.is_enabled(),
+    )
+    if checkpoint is not None:
+        probes.load(load_numerics(checkpoint))
+    return _Training(
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        batches=batches,
+        probes=probes,
+        promised=precision.promised()
+        | promised_states(config.optim, param_dtype=precision.param_dtype),
+        total_steps=total_steps,
+    )
+
+
+def _follow(
+    events: Iterator[Row | Census],
+    training: _Training,
+    config: RunConfig,
+    record: RunWriter,
+    outcome: Outcome,
+    *,
+    sinks: Sequence[RunWriter | Tracker | Progress | Outcome],
+    interrupts: Interrupts,
+) -> None:
+    """Hands on the rows, makes checkpoints where they are due, and stops where it is asked to.
+
+    Raises KeyboardInterrupt after the checkpoint of the step in which a signal came.
+    """
+    batches = training.batches
+    for event in events:
+        if isinstance(event, Census):
+            record.update(census=event.as_record())
+            check_census(event, training.promised)
+            print(event.summary(), file=sys.stderr)
+            continue
+        for sink in sinks:
+            sink.write(event)
+        if event.eval_loss is not None:
+            record.evidence(data_hash=batches.data_hash, at_step=event.step)
+        # On CUDA the model may be ahead of the row: then a later row is the place to stop.
+        served = batches.position * config.data.block_size
+        stops = interrupts.asked is not None and event.tokens == served
+        is_due = checkpoints_at(event.step, config.train, total_steps=training.total_steps)
+        if (is_due or stops) and not has_diverged(event):
+            record.sync()
+            save_checkpoint(
+                record.directory / "checkpoints",
+                step=event.step,
+                tokens=event.tokens,
+                model=training.model,
+                optimizer=training.optimizer,
+                scaler=training.scaler,
+                batches=batches,
+                config_hash=record.record.config_hash,
+                rows_sha256=record.rows_sha256,
+                keep_last=config.train.keep_last,
+                numerics=training.probes.state(),
+            )
+        if outcome.gave_up:
+            return
+        if stops:
+            raise KeyboardInterrupt(f"by {interrupts.asked} after step {event.step}")
 
 
 def _rewind(record: RunWriter, directory: Path) -> Checkpoint | None:
@@ -245,10 +305,6 @@ def steps_of(config: TrainConfig, blocks: TokenBlocks) -> int:
             f"{config.epochs * len(blocks.train) // config.grad_accumulation}"
         )
     return steps
-
-
-# From the largest initial scale, 2^24, so many halvings end where nothing is left of a gradient.
-MOST_SKIPPED = 50
 
 
 class OutOfMemory(RuntimeError):
@@ -361,100 +417,6 @@ def out_of_memory(phase: str, planned: Mapping[str, Any] | None) -> str:
     return f"{text}; smaller: {', or '.join(ways)}" if planned["ways_out"] else text
 
 
-@dataclass
-class Outcome:
-    """What a run comes to, gathered from its rows."""
-
-    began: float  # time.perf_counter() at the start of this attempt
-    eval_bytes_per_token: float
-    loop_began: float = field(default_factory=time.perf_counter)
-    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    last: Row | None = None
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    setup_seconds: float | None = None
-    first_step_seconds: float | None = None  # of this attempt
-    step_seconds: list[float] = field(default_factory=list)  # but for each attempt's first step
-
-    def replay(self, rows: Sequence[Row]) -> None:
-        """Takes in what an earlier attempt wrote."""
-        for row in rows:
-            self._count(row)
-        self.step_seconds += [row.step_seconds for row in rows[1:] if row.step_seconds is not None]
-
-    def write(self, row: Row) -> None:
-        if self.setup_seconds is None:
-            self.setup_seconds = time.perf_counter() - self.began - (row.step_seconds or 0.0)
-            self.first_step_seconds = row.step_seconds
-        elif row.step_seconds is not None:
-            self.step_seconds.append(row.step_seconds)
-        self._count(row)
-
-    def _count(self, row: Row) -> None:
-        self.last = row
-        self.skipped_steps += row.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if row.skipped else 0
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether the gradients overflow at any loss scale."""
-        return self.skipped_in_a_row >= MOST_SKIPPED
-
-    @property
-    def status(self) -> str:
-        if self.last is not None and (has_diverged(self.last) or self.gave_up):
-            return "diverged"
-        return "completed"
-
-    @property
-    def error(self) -> str | None:
-        if self.last is None or self.status == "completed":
-            return None
-        if self.gave_up:
-            return (
-                f"{MOST_SKIPPED} steps in a row were skipped up to step {self.last.step}: the "
-                f"gradients overflow even at a loss scale of {self.last.loss_scale:.2g}"
-            )
-        in_training = not math.isfinite(self.last.loss or 0.0)
-        name, loss = ("loss", self.last.loss) if in_training else ("eval loss", self.last.eval_loss)
-        return f"{name} {loss} at step {self.last.step}"
-
-    def results(self) -> dict[str, object]:
-        """The `results` of run.json; losses in nats per token."""
-        assert self.last is not None
-        loss = self.last.eval_loss
-        return {
-            "final_eval_loss": loss,
-            "final_train_loss": self.last.loss,
-            "eval_perplexity": None if loss is None else _exp(loss),
-            "eval_bits_per_byte": None
-            if loss is None
-            else loss / math.log(2) / self.eval_bytes_per_token,
-            "steps": self.last.step,
-            "applied_steps": self.last.step - self.skipped_steps,
-            "skipped_steps": self.skipped_steps,
-            "tokens": self.last.tokens,
-        }
-
-    def timing(self) -> dict[str, object]:
-        """Seconds; tokens per second over the steps alone, the first (which warms up) left out.
-
-        Call it when the loop ends: `loop_seconds` is all of it, evaluations and records included.
-        """
-        assert self.last is not None
-        timed = self.step_seconds
-        tokens_per_step = self.last.tokens / self.last.step
-        return {
-            "started": self.started,
-            "setup_seconds": self.setup_seconds,
-            "first_step_seconds": self.first_step_seconds,
-            "step_seconds_median": statistics.median(timed) if timed else None,
-            "tokens_per_second": tokens_per_step * len(timed) / sum(timed) if timed else None,
-            "loop_seconds": time.perf_counter() - self.loop_began,
-            "total_seconds": time.perf_counter() - self.began,
-        }
-
-
 def _num_eval_blocks(config: TrainConfig) -> int | None:
     return None if config.eval_batches is None else config.eval_batches * config.eval_batch_size
 
@@ -496,10 +458,3 @@ def _warn(record: RunWriter, found: Sequence[LossWarning]) -> None:
 def _say_once(notice: str) -> None:
     """Prints a notice, unless an earlier run of this process said the same."""
     print(notice, file=sys.stderr, flush=True)
-
-
-def _exp(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -14,7 +14,7 @@ LAYERS = [
     {"model", "data", "optim", "environment", "progress", "interrupts"},
     {"numerics"},
     {"train", "checkpoint"},
-    {"memory", "tracking"},
+    {"memory", "tracking", "outcome"},
     {"run"},
     {"sweep"},
     {"cli"},
