@@ -82,6 +82,7 @@ def values_of(comparison: Comparison) -> dict[str, object]:
         "references": [group.reference for group in report.groups],
         "margin": report.margin,
         "metric": report.metric,
+        "tuned": list(report.tuned),
         "forced": report.forced,
         "filters": dict(report.filters),
         "num_runs": len(report.runs),

@@ -8,7 +8,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +35,19 @@ NOT_HASHED = (
 )
 # What may differ, besides, between two runs that are compared.
 NOT_MATCHED = ("seed", "precision", "optim")
+# What `report.tuned` may name: it makes a recipe train well or badly, and leaves alone the initial
+# weights, the tokens served and how they are evaluated, without which nothing would match.
+TUNABLE = (
+    "train.lr",
+    "train.beta1",
+    "train.beta2",
+    "train.eps",
+    "train.weight_decay",
+    "train.schedule",
+    "train.warmup_steps",
+    "train.max_grad_norm",
+    "model.dropout",
+)
 # Of memory, in bytes.
 UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -277,9 +290,11 @@ class ReportConfig:
     margin: float
     reference: str | None
     metric: Metric
+    tuned: tuple[str, ...]
 
     def __post_init__(self) -> None:
         _require(self.margin > 0, "report.margin", self.margin, "positive")
+        check_tuned(self.tuned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,9 +422,46 @@ def match_key(config: RunConfig) -> str:
     return _hash_without(as_dict(config), NOT_HASHED + NOT_MATCHED)
 
 
-def matched_values(config: Mapping[str, object]) -> dict[str, object]:
+def match_key_without(config: Mapping[str, object], tuned: Sequence[str]) -> str:
+    """The match key of a resolved config as it is when the tuned keys may differ, too."""
+    return _hash_without(config, (*NOT_HASHED, *NOT_MATCHED, *tuned))
+
+
+def matched_values(config: Mapping[str, object], tuned: Sequence[str] = ()) -> dict[str, object]:
     """The values under the match key of a resolved config, as {full key: value}."""
-    return dict(flatten(_without(config, NOT_HASHED + NOT_MATCHED)))
+    return dict(flatten(_without(config, (*NOT_HASHED, *NOT_MATCHED, *tuned))))
+
+
+def check_tuned(keys: Sequence[str]) -> None:
+    """Raises ConfigError for a key that `report.tuned` may not name."""
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            raise ConfigError(f"report.tuned: {key} is given twice")
+        if key not in TUNABLE:
+            allowed = f"allowed: {', '.join(TUNABLE)}"
+            raise ConfigError(f"report.tuned: {_why_not_tuned(key)}; {allowed}")
+
+
+def _why_not_tuned(key: str) -> str:
+    known = set(_keys_of(RunConfig))
+    if key == "seed":
+        return "seed is what a choice is made over, and a best seed would be luck"
+    if key.partition(".")[0] in NOT_MATCHED:
+        return f"{key} tells the arms apart, and each is to be compared"
+    if key not in known:
+        return f"{key} is an unknown key{_did_you_mean(key, known)}"
+    if any(key == name or key.startswith(f"{name}.") for name in NOT_HASHED):
+        return f"{key} changes no number of a run"
+    return f"{key} changes what is trained on or evaluated, so that runs would not match"
+
+
+def _keys_of(kind: type, prefix: str = "") -> Iterator[str]:
+    """The full keys of the blocks that a config has, and of all that is in them."""
+    for name, hint in typing.get_type_hints(kind).items():
+        yield f"{prefix}{name}"
+        for inner in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(inner):
+                yield from _keys_of(typing.cast(type, inner), f"{prefix}{name}.")
 
 
 def differing_keys(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:

@@ -193,6 +193,7 @@ def finish(directory: Path, config: ReportConfig) -> int:
         reference=config.reference,
         margin=config.margin,
         metric=config.metric,
+        tuned=config.tuned,
     )
     write_report(report, directory / "report")
     print_report(report, Console())

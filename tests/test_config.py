@@ -138,6 +138,8 @@ def test_one_optimizer_serves_every_recipe() -> None:
          "allowed with optim=adamw: null, bfloat16"),
         (["sweep.isolate=maybe"], "sweep.isolate: 'maybe' is not allowed; allowed: auto, true"),
         (["report.margin=0"], "report.margin"),
+        (["report.tuned=[train.lrr]"], "did you mean train.lr?"),
+        (["report.tuned=[seed]"], "report.tuned: seed is what a choice is made over"),
         (["wandb.mode=on"], "wandb.mode"),
     ],
 )  # fmt: skip

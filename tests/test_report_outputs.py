@@ -397,11 +397,11 @@ def test_settings_are_the_runs_own_and_else_the_default_configs(tmp_path: Path) 
     settings: dict[str, object] = {"report.margin": 0.03, "report.reference": "fp32-adamw"}
     own = write_sweep(tmp_path / "own", FakeRun(overrides=settings))[0]
     assert recorded_settings([tmp_path / "own"]) == Settings(
-        reference="fp32-adamw", margin=0.03, metric="final_eval_loss"
+        reference="fp32-adamw", margin=0.03, metric="final_eval_loss", tuned=()
     )
     (own / "run.json").write_text("{")
     assert recorded_settings([tmp_path / "own"]) == Settings(  # as in conf/config.yaml
-        reference=None, margin=0.005, metric="final_eval_loss"
+        reference=None, margin=0.005, metric="final_eval_loss", tuned=()
     )
 
 

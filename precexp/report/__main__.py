@@ -1,12 +1,14 @@
 """python -m precexp.report DIR... [report.reference=LABEL] [report.margin=0.01]
-       [report.metric=METRIC] [KEY=VALUE[,VALUE...]] [--force] [--output DIR]
+       [report.metric=METRIC] [report.tuned=[KEY,...]] [KEY=VALUE[,VALUE...]] [--force]
+       [--output DIR]
 
 Rebuilds the report on recorded runs and sweeps, of one machine or several, from the records alone.
 
 KEY=VALUE keeps the runs whose config has one of the values (train.lr=1e-3,3e-4), or that are of an
 arm, precision or optim (precision=bf16_pure). --force compares runs that do not match, too, under a
 banner that says so. METRIC is final_eval_loss, last_tenth_eval_loss, final_train_loss,
-eval_bits_per_byte or eval_perplexity.
+eval_bits_per_byte or eval_perplexity. report.tuned names keys, as [train.lr], whose values were
+tried by every arm: each arm chooses on the lower half of the seeds and is compared on the upper.
 """
 
 import sys
@@ -18,15 +20,15 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from precexp.config import Metric, UserError, conf_dir
+from precexp.config import Metric, UserError, check_tuned, conf_dir
 from precexp.record import read_record
 from precexp.report import Report, build_report, print_report, write_report
 from precexp.report.build import METRICS
 from precexp.report.read import block, number
 
-SETTINGS = ("report.reference", "report.margin", "report.metric")
-ALLOWED = "DIR, report.reference=LABEL, report.margin=NUMBER, report.metric=METRIC, KEY=VALUE, "
-ALLOWED += "--force, --output DIR"
+SETTINGS = ("report.reference", "report.margin", "report.metric", "report.tuned")
+ALLOWED = "DIR, report.reference=LABEL, report.margin=NUMBER, report.metric=METRIC, "
+ALLOWED += "report.tuned=[KEY,...], KEY=VALUE, --force, --output DIR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Settings:
     reference: str | None
     margin: float
     metric: Metric
+    tuned: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Arguments:
     reference: str | None
     margin: float | None
     metric: Metric | None
+    tuned: Sequence[str] | None
     filters: Mapping[str, str]
     force: bool
     output: Path | None
@@ -100,6 +104,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         reference=values.get("report.reference"),
         margin=_margin(values["report.margin"]) if "report.margin" in values else None,
         metric=_metric(values["report.metric"]) if "report.metric" in values else None,
+        tuned=_tuned(values["report.tuned"]) if "report.tuned" in values else None,
         filters=filters,
         force=force,
         output=Path(values["--output"]) if "--output" in values else None,
@@ -114,6 +119,7 @@ def report_for(arguments: Arguments) -> Report:
         reference=arguments.reference or recorded.reference,
         margin=recorded.margin if arguments.margin is None else arguments.margin,
         metric=arguments.metric or recorded.metric,
+        tuned=recorded.tuned if arguments.tuned is None else arguments.tuned,
         filters=arguments.filters,
         force=arguments.force,
     )
@@ -129,9 +135,13 @@ def recorded_settings(directories: Sequence[Path]) -> Settings:
                 reference=reference if isinstance(reference, str) else None,
                 margin=margin,
                 metric=_metric(str(settings.get("metric", defaults.metric))),
+                tuned=_keys(settings.get("tuned", list(defaults.tuned))),
             )
     return Settings(
-        reference=defaults.reference, margin=defaults.margin, metric=_metric(defaults.metric)
+        reference=defaults.reference,
+        margin=defaults.margin,
+        metric=_metric(defaults.metric),
+        tuned=_keys(list(defaults.tuned)),
     )
 
 
@@ -148,6 +158,18 @@ def _metric(text: str) -> Metric:
         if text == metric:
             return metric
     raise UserError(f"report.metric: {text!r} is not allowed; allowed: {', '.join(METRICS)}")
+
+
+def _tuned(text: str) -> Sequence[str]:
+    """`[train.lr,train.beta2]`, or the keys without the brackets."""
+    return _keys([key.strip() for key in text.strip().strip("[]").split(",") if key.strip()])
+
+
+def _keys(value: object) -> Sequence[str]:
+    """Raises UserError naming the first key that cannot be tuned."""
+    keys = tuple(map(str, value)) if isinstance(value, list) else (str(value),)
+    check_tuned(keys)
+    return keys
 
 
 def _margin(text: str) -> float:

@@ -73,7 +73,7 @@ def _amount(value: float | None) -> str:
 
 def _seed_table(group: Group, report: Report, output: Path) -> Iterator[str]:
     """What is compared, run by run; each number leads to its record."""
-    runs = {(arm.label, run.seed): run for arm in group.arms for run in reversed(arm.runs)}
+    runs = {(arm.label, run.seed): run for arm in group.arms for run in reversed(arm.judged)}
     seeds = sorted({seed for _, seed in runs if seed is not None})
 
     def cell(label: str, seed: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from precexp.config import Metric, UserError
+from precexp.config import Metric, UserError, check_tuned
 from precexp.report.hypotheses import Interval, interval_of
 from precexp.report.match import (
     Evidence,
@@ -25,6 +25,17 @@ from precexp.report.statistics import (
     Comparison,
     compare_arms,
     mean_and_std,
+)
+from precexp.report.tuning import (
+    Halves,
+    Setting,
+    Trial,
+    Tuning,
+    halve,
+    seeds_in_all,
+    setting_of,
+    tune,
+    why_withheld,
 )
 
 METRICS: Mapping[Metric, tuple[str, str]] = {  # words, unit
@@ -47,7 +58,8 @@ class ArmResult:
     precision: str | None  # None: nothing of the arm was recorded
     optim: str | None
     runs: Sequence[ReportedRun]
-    compared: Mapping[int, ReportedRun]  # by seed: completed, matched, with a finite metric
+    judged: Sequence[ReportedRun]  # those on comparison seeds at the chosen setting; else all
+    compared: Mapping[int, ReportedRun]  # by seed: judged, completed, matched, with a finite metric
     diverged: Mapping[int, ReportedRun]
     loss_mean: float | None  # of the report's metric, as is loss_std
     loss_std: float | None
@@ -55,6 +67,7 @@ class ArmResult:
     comparison: Comparison | None
     late: Interval | None  # the paired difference of the loss over the last 10 % of evaluations
     reach: Reach | None  # of the reference's final eval loss
+    tuning: Tuning | None  # None where nothing is tuned
 
     @property
     def num_seeds(self) -> int:
@@ -71,6 +84,7 @@ class Group:
     margin: float | None  # in the metric's unit; None while the reference has no completed run
     arms: Sequence[ArmResult]  # the reference first
     evidence: Evidence
+    halves: Halves | None  # of its seeds; None where nothing is tuned
 
     @property
     def noise(self) -> float | None:
@@ -88,6 +102,7 @@ class Report:
     differing: Mapping[str, Sequence[str]]  # full key: its value in each group of matched runs
     margin: float  # a fraction of the reference's mean
     metric: Metric
+    tuned: Sequence[str]  # the keys whose values each arm chooses
     forced: bool  # the one group is of runs that do not match
     filters: Mapping[str, str]
     num_filtered: int  # runs that the filters left out
@@ -120,20 +135,24 @@ def build_report(
     reference: str | None,
     margin: float,
     metric: Metric = "final_eval_loss",
+    tuned: Sequence[str] = (),
     filters: Mapping[str, str] | None = None,
     force: bool = False,
 ) -> Report:
     """The report on the runs below the directories that every filter of `select_runs` lets through.
 
     `reference` is an arm's label, None for the default one; `margin` a fraction of the reference's
-    mean of the metric. `force` compares runs that do not match, too. Raises UserError for a
-    directory without runs, a label that no arm has, a margin that is not positive, and a filter.
+    mean of the metric. Each arm is compared at the values of the `tuned` keys that
+    suit it (`tuning`). `force` compares runs that do not match, too. Raises UserError for a
+    directory without runs, a label that no arm has, a margin that is not positive, a key that
+    cannot be tuned, and a filter.
     """
     if not 0 < margin < math.inf:
         raise UserError(f"report.margin: {margin} is not allowed; it must be positive")
+    check_tuned(tuned)
     selection = select_runs(read_runs(directories), filters or {})
-    groups = match_groups(selection.runs)
-    titles, differing = group_titles(groups), differing_values(groups)
+    groups = match_groups(selection.runs, tuned)
+    titles, differing = group_titles(groups, tuned), differing_values(groups, tuned)
     forced = force and len(groups) > 1
     if forced:
         groups = merge_groups(groups, titles)
@@ -154,6 +173,7 @@ def build_report(
                 reference=reference,
                 margin=margin,
                 metric=metric,
+                tuned=tuned,
                 forced=forced,
             )
             for key, found in groups.items()
@@ -161,6 +181,7 @@ def build_report(
         differing=differing,
         margin=margin,
         metric=metric,
+        tuned=tuple(tuned),
         forced=forced,
         filters=filters or {},
         num_filtered=selection.num_filtered,
@@ -277,6 +298,7 @@ def _group(
     reference: str | None,
     margin: float,
     metric: Metric,
+    tuned: Sequence[str],
     forced: bool,
 ) -> Group:
     by_label: dict[str, list[ReportedRun]] = {}
@@ -286,9 +308,18 @@ def _group(
     if reference is None:
         reference = default_reference({k: _choices(found) for k, found in by_label.items()})
     evidence = check_evidence(runs, reference=reference, forced=forced)
+    halves = halve(run.seed for run in runs if run.seed is not None) if tuned else None
     ordered = sorted(by_label, key=lambda label: label != reference)  # stable
     arms = [
-        _arm(label, by_label[label], refused=evidence.refused, metric=metric) for label in ordered
+        _arm(
+            label,
+            by_label[label],
+            refused=evidence.refused,
+            metric=metric,
+            tuned=tuned,
+            halves=halves,
+        )
+        for label in ordered
     ]
     first, *others = arms
     in_unit = None
@@ -300,7 +331,11 @@ def _group(
             margin=math.nan if in_unit is None else in_unit,  # nan: nothing will be paired
         )
         compared = (
-            replace(arm, comparison=comparisons[arm.label], late=_late(arm, first))
+            replace(
+                arm,
+                comparison=_as_tuned(comparisons[arm.label], arm, first, halves),
+                late=_late(arm, first),
+            )
             for arm in others
         )
         arms = [replace(arm, reach=_reach(arm, first)) for arm in (first, *compared)]
@@ -311,13 +346,61 @@ def _group(
         margin=in_unit,
         arms=arms,
         evidence=evidence,
+        halves=halves,
     )
 
 
 def _arm(
-    label: str, runs: Sequence[ReportedRun], *, refused: Container[Path], metric: Metric
+    label: str,
+    runs: Sequence[ReportedRun],
+    *,
+    refused: Container[Path],
+    metric: Metric,
+    tuned: Sequence[str],
+    halves: Halves | None,
 ) -> ArmResult:
-    """Of an arm's finished runs of one seed the first counts: the others repeat it."""
+    judged, tuning = runs, None
+    if halves is not None:
+
+        def try_setting(setting: Setting, tried: Sequence[ReportedRun]) -> Trial:
+            return _trial(setting, tried, refused=refused, metric=metric, seeds=halves.selection)
+
+        tuning = tune(runs, tuned=tuned, halves=halves, try_setting=try_setting)
+        judged = [
+            run
+            for run in runs
+            if tuning.chosen is not None
+            and run.seed in halves.comparison
+            and setting_of(run, tuned) == tuning.chosen.setting
+        ]
+    compared, diverged = _outcomes(judged, refused=refused, metric=metric)
+    mean, std = mean_and_std([_value(run, metric) for run in compared.values()])
+    precision, optim = _choices(runs)
+    return ArmResult(
+        label=label,
+        precision=precision,
+        optim=optim,
+        runs=runs,
+        judged=judged,
+        compared=compared,
+        diverged=diverged,
+        loss_mean=mean,
+        loss_std=std,
+        bits_per_byte=mean_of(compared.values(), result, "eval_bits_per_byte"),
+        comparison=None,
+        late=None,
+        reach=None,
+        tuning=tuning,
+    )
+
+
+def _outcomes(
+    runs: Sequence[ReportedRun], *, refused: Container[Path], metric: Metric
+) -> tuple[dict[int, ReportedRun], dict[int, ReportedRun]]:
+    """By seed, the runs that count and those that diverged.
+
+    Of an arm's finished runs of one seed the first counts: the others repeat it.
+    """
     compared: dict[int, ReportedRun] = {}
     diverged: dict[int, ReportedRun] = {}
     for run in runs:
@@ -329,22 +412,48 @@ def _arm(
             diverged[run.seed] = run
         elif run.status == "completed" and values[0] is not None:
             compared[run.seed] = run
-    mean, std = mean_and_std([_value(run, metric) for run in compared.values()])
-    precision, optim = _choices(runs)
-    return ArmResult(
-        label=label,
-        precision=precision,
-        optim=optim,
-        runs=runs,
-        compared=compared,
-        diverged=diverged,
-        loss_mean=mean,
-        loss_std=std,
-        bits_per_byte=mean_of(compared.values(), result, "eval_bits_per_byte"),
-        comparison=None,
-        late=None,
-        reach=None,
+    return compared, diverged
+
+
+def _trial(
+    setting: Setting,
+    runs: Sequence[ReportedRun],
+    *,
+    refused: Container[Path],
+    metric: Metric,
+    seeds: Sequence[int],
+) -> Trial:
+    compared, diverged = _outcomes(runs, refused=refused, metric=metric)
+    failed = {run.seed for run in runs if run.status == "failed"} - compared.keys()
+    lost = [seed for seed in seeds if seed in diverged or seed in failed]
+    return Trial(
+        setting=setting,
+        losses={seed: _value(compared[seed], metric) for seed in sorted(compared)},
+        lost=lost,
+        open=[seed for seed in seeds if seed not in compared and seed not in lost],
     )
+
+
+def _as_tuned(
+    found: Comparison, arm: ArmResult, reference: ArmResult, halves: Halves | None
+) -> Comparison:
+    """The comparison without a verdict where the choice was not a fair one, and why.
+
+    Where it is undecided for want of seeds, it says how many they are with those to select on.
+    """
+    if halves is None:
+        return found
+    assert arm.tuning is not None
+    assert reference.tuning is not None
+    if withheld := why_withheld(arm.tuning, reference.tuning, halves):
+        return replace(found, verdict="undecided", reason=withheld, seeds_needed=None)
+    needed = found.seeds_needed
+    if found.verdict == "undecided" and len(halves.comparison) < 2:
+        needed = 2
+    if needed is None:
+        return found
+    in_all = f"{needed} comparison seeds are {seeds_in_all(needed)} seeds in all"
+    return replace(found, reason=f"{found.reason}; {in_all}")
 
 
 def _late(arm: ArmResult, reference: ArmResult) -> Interval | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from precexp.report.build import ArmResult, Group, Report, bytes_per_param, mean_of, timing
 from precexp.report.charts import Style, style_of
+from precexp.report.protocol import chosen_cell, chosen_head
 from precexp.report.tables import (
     NOTHING,
     fixed,
@@ -98,6 +99,7 @@ def _card(
         spread += f" ± {fixed(arm.loss_std)}"
     yield '<dl class="facts">'
     for term, value in (
+        *((head, html.escape(chosen_cell(arm, report))) for head in chosen_head(report)),
         (report.words, spread),
         ("bytes/param", short(total)),
         ("tokens/s", whole(speed)),

@@ -143,7 +143,7 @@ def _group(group: Group, report: Report, output: Path, first_row: int) -> Json:
     runs = [
         (arm, run, run.curve, loose)
         for arm in group.arms
-        for run in arm.runs
+        for run in arm.judged
         if (loose := is_loose(run, arm, group)) or run in arm.compared.values()
         if run.curve is not None
     ]

@@ -19,9 +19,11 @@ from precexp.report.build import (
 )
 from precexp.report.curves import Floats, Steps
 from precexp.report.probes import ArmProbes, probed_arms
+from precexp.report.protocol import Place, places_of
 from precexp.report.read import ReportedRun
 from precexp.report.statistics import mean_and_std
 from precexp.report.tables import verdict_of
+from precexp.report.tuning import spell_setting
 
 Cell = str | int | float | None
 
@@ -40,7 +42,8 @@ def write_csvs(report: Report, output: Path) -> None:
 
 def run_rows(report: Report) -> list[dict[str, Cell]]:
     """A row per planned or recorded run: {column: cell}."""
-    return [_run_row(run) for run in report.runs]
+    places = places_of(report)
+    return [_run_row(run, places.get(run.directory)) for run in report.runs]
 
 
 def arm_rows(report: Report) -> list[dict[str, Cell]]:
@@ -75,13 +78,16 @@ RUN_COLUMNS = (
     "data_hash",
     "config_hash",
     "match_key",
+    "tuned",
+    "half",
+    "chosen",
     "directory",
 )
 RESULTS = RUN_COLUMNS[7:15]
 TIMINGS = RUN_COLUMNS[15:17]
 
 
-def _run_row(run: ReportedRun) -> dict[str, Cell]:
+def _run_row(run: ReportedRun, place: Place | None) -> dict[str, Cell]:
     record = run.record
     arm = record.arm if record else {}
     evidence = record.evidence if record else {}
@@ -104,6 +110,9 @@ def _run_row(run: ReportedRun) -> dict[str, Cell]:
         "data_hash": _text(evidence.get("data_hash")),
         "config_hash": run.config_hash,
         "match_key": record.match_key if record else None,
+        "tuned": place.setting if place else None,
+        "half": place.half if place else None,
+        "chosen": str(place.is_chosen).lower() if place else None,
         "directory": run.directory.as_posix(),
     }
 
@@ -139,6 +148,10 @@ ARM_COLUMNS = (
     "skipped_steps_mean",
     "tokens_per_second_mean",
     "total_bytes_per_param",
+    "tuned",
+    "num_values",
+    "num_selection_seeds",
+    "selection_mean",
     "group",
     "match_key",
 )
@@ -147,6 +160,7 @@ ARM_COLUMNS = (
 def _arm_row(arm: ArmResult, group: Group, report: Report) -> dict[str, Cell]:
     against, late, reach = arm.comparison, arm.late, arm.reach
     runs = arm.compared.values()
+    chosen = arm.tuning.chosen if arm.tuning else None
     mean, std = mean_and_std(
         [loss for run in runs if (loss := result(run, "final_eval_loss")) is not None]
     )
@@ -181,6 +195,10 @@ def _arm_row(arm: ArmResult, group: Group, report: Report) -> dict[str, Cell]:
         "skipped_steps_mean": mean_of(runs, result, "skipped_steps"),
         "tokens_per_second_mean": mean_of(arm.runs, timing, "tokens_per_second"),
         "total_bytes_per_param": mean_of(arm.runs, bytes_per_param, "total"),
+        "tuned": spell_setting(chosen.setting, report.tuned) if chosen else None,
+        "num_values": len(arm.tuning.trials) if arm.tuning else None,
+        "num_selection_seeds": len(group.halves.selection) if group.halves else None,
+        "selection_mean": chosen.mean if chosen else None,
         "group": group.title,
         "match_key": group.match_key,
     }

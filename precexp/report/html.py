@@ -14,14 +14,16 @@ from string import Template
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from precexp.report.build import Report, problem
+from precexp.report.build import Group, Report, problem
 from precexp.report.cards import cards_of, icon, swatch
 from precexp.report.charts import Json, chart_data, charts_of, style_of, to_script
 from precexp.report.markdown import sections, title_of
 from precexp.report.multiples import multiples_html
 from precexp.report.numerics import findings
 from precexp.report.probes import ArmProbes, probed_arms
+from precexp.report.protocol import has_chart, picture_of
 from precexp.report.tables import NOTHING, plural
+from precexp.report.tuning_charts import tuning_html
 
 PAGE = Path(__file__).parent / "page"
 IMAGE_TYPES = {
@@ -59,6 +61,7 @@ class Context:
     output: Path
     charts: Json
     probed: Mapping[str, ArmProbes]  # by the name of the picture that their panels stand for
+    tunings: Mapping[str, Group]  # by the name of the picture that their charts stand for
     used: set[str] = field(default_factory=set)  # pictures that became charts: once each
 
 
@@ -69,7 +72,9 @@ def render_html(report: Report, output: Path) -> str:
     """
     charts = chart_data(report, output)
     probed = {found.picture: found for found in probed_arms(report)}
-    context = Context(report=report, output=output, charts=charts, probed=probed)
+    numbered = enumerate(report.groups, 1)
+    tunings = {picture_of(number): group for number, group in numbered if has_chart(group)}
+    context = Context(report=report, output=output, charts=charts, probed=probed, tunings=tunings)
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     found = sections(report, output)
     text = "\n\n".join(f"## {title}\n\n{body}" for title, body in found.items())
@@ -231,6 +236,8 @@ def _picture(token: Token, context: Context, *, alone: bool) -> str:
     name = str(token.attrGet("src") or "")
     if name in context.probed:
         return _multiples(context.probed[name])
+    if name in context.tunings:
+        return tuning_html(context.tunings[name], context.report)
     path = context.output / name
     kind = IMAGE_TYPES.get(path.suffix.lower())
     inside = path.resolve().is_relative_to(context.output.resolve())

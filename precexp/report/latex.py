@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from precexp.report.build import ArmResult, Group, Report, bytes_per_param, mean_of
+from precexp.report.protocol import chosen_cell, chosen_head
 from precexp.report.tables import NOTHING, fixed, percent, short, verdict_of
 from precexp.report.verdict import banners
 
@@ -25,13 +26,14 @@ def render_latex(report: Report) -> str:
 def _tabular(group: Group, report: Report) -> Iterator[str]:
     if group.title:
         yield f"% {group.title}"
-    yield r"\begin{tabular}{lrrrrl}"
+    yield rf"\begin{{tabular}}{{l{'r' * len(chosen_head(report))}rrrrl}}"
     yield r"\toprule"
-    head = ("arm", "bytes/param", f"{report.words}", "difference", r"90 % interval", "verdict")
+    head = ("arm", *chosen_head(report), "bytes/param", report.words, "difference")
+    head += ("90 % interval", "verdict")
     yield " & ".join(map(_escape, head)) + r" \\"
     yield r"\midrule"
     for arm in group.arms:
-        yield " & ".join(_cells(arm, group)) + r" \\"
+        yield " & ".join(_cells(arm, group, report)) + r" \\"
     yield r"\bottomrule"
     yield r"\end{tabular}"
     if group.margin is not None:
@@ -40,9 +42,12 @@ def _tabular(group: Group, report: Report) -> Iterator[str]:
     yield ""
 
 
-def _cells(arm: ArmResult, group: Group) -> Iterator[str]:
+def _cells(arm: ArmResult, group: Group, report: Report) -> Iterator[str]:
     against = arm.comparison
     yield rf"\texttt{{{_escape(arm.label)}}}"
+    if report.tuned:
+        chosen = chosen_cell(arm, report)
+        yield "--" if chosen == NOTHING else _escape(chosen)
     yield _number(short(mean_of(arm.runs, bytes_per_param, "total")))
     spread = "" if arm.loss_std is None else rf" $\pm$ {fixed(arm.loss_std)}"
     yield _number(fixed(arm.loss_mean)) + spread

@@ -14,6 +14,7 @@ from precexp.report.build import (
 from precexp.report.costs import environment_section, speed_section
 from precexp.report.memory import memory_section
 from precexp.report.numerics import numerics_section
+from precexp.report.protocol import Place, places_of, tuning_section
 from precexp.report.read import ReportedRun
 from precexp.report.tables import (
     NOTHING,
@@ -61,9 +62,10 @@ def sections(report: Report, output: Path) -> dict[str, str]:
     """The sections of the report that have something to say: {title: Markdown}."""
     found = {
         "Verdict": verdict_section(report),
+        "Tuning": tuning_section(report),
         "Beside the verdict": beside_section(report, output),
         "Matched check": _matched(report),
-        "Loss curves": _curves(),
+        "Loss curves": _curves(report),
         "Memory & bytes per parameter": memory_section(report),
         "Speed": speed_section(report),
         "Numerics": numerics_section(report),
@@ -94,20 +96,20 @@ def _matched(report: Report) -> Iterator[str]:
         yield ""
     for group in report.groups:
         yield from heading(group)
-        yield from (f"- {line}" for line in _evidence(group, forced=report.forced))
+        yield from (f"- {line}" for line in _evidence(group, report))
         yield ""
 
 
-def _evidence(group: Group, *, forced: bool) -> Iterator[str]:
+def _evidence(group: Group, report: Report) -> Iterator[str]:
     evidence = group.evidence
     seeds = {run.seed for arm in group.arms for run in arm.runs if run.record is not None}
     counts = f"{plural(len(group.arms), 'arm')}, {plural(len(seeds), 'seed')}"
-    if forced:
+    if report.forced:
         yield f"{counts}, more than one `match_key`: compared because of `--force` alone."
     else:
         yield (
-            f"{counts}, one `match_key` (`{group.match_key[:8]}`): model, data, schedule and every "
-            "other value are the same."
+            f"{counts}, one `match_key`{_apart_from(report)} (`{group.match_key[:8]}`): model, "
+            "data, schedule and every other value are the same."
         )
     if evidence.num_checked:
         yield (
@@ -127,7 +129,7 @@ def _evidence(group: Group, *, forced: bool) -> Iterator[str]:
     for arm in group.arms:
         repeats = [
             run
-            for run in arm.runs
+            for run in arm.judged
             if run.status == "completed"
             and run.directory not in evidence.refused
             and run.seed is not None
@@ -137,13 +139,20 @@ def _evidence(group: Group, *, forced: bool) -> Iterator[str]:
             yield f"`{arm.label}`, seed {run.seed}, is there more than once; the first one counts."
 
 
-def _curves() -> Iterator[str]:
+def _apart_from(report: Report) -> str:
+    return f" without {', '.join(f'`{key}`' for key in report.tuned)}" if report.tuned else ""
+
+
+def _curves(report: Report) -> Iterator[str]:
     yield "![Loss by arm, and the difference to the reference](loss_curves.svg)"
     yield ""
     yield (
         "Lines are means over the completed seeds, bands reach from the least to the greatest; a "
         "run that did not complete is drawn alone, dashed, to a cross (diverged) or a ring."
     )
+    if report.tuned:
+        yield ""
+        yield "Only comparison seeds are drawn, at what each arm chose (see [Tuning](#tuning))."
 
 
 def _runs(report: Report, output: Path) -> Iterator[str]:
@@ -153,10 +162,13 @@ def _runs(report: Report, output: Path) -> Iterator[str]:
         for arm in group.arms
         for run in arm.runs
     }
+    places = places_of(report)
     failures = [(run, text) for run in report.runs if (text := problem(run)) is not None]
     for run, text in failures:
         name = names.get(run.directory) or f"`{run.label or run.directory}`"
         seed = "" if run.seed is None else f", seed {run.seed}"
+        if (place := places.get(run.directory)) is not None and place.setting is not None:
+            seed += f", {as_text(place.setting)}"
         yield f"- **{name}{seed}**: {as_text(text)}"
     if failures:
         yield ""
@@ -164,9 +176,13 @@ def _runs(report: Report, output: Path) -> Iterator[str]:
         yield f"All {plural(len(report.runs), 'run')} completed."
         yield ""
     yield from markdown_table(
-        RUN_HEAD,
+        (*RUN_HEAD[:1], *(("tuned", "half") if report.tuned else ()), *RUN_HEAD[1:]),
         [
-            (names.get(run.directory) or f"`{run.label or 'unknown'}`", *_run_cells(run, output))
+            (
+                names.get(run.directory) or f"`{run.label or 'unknown'}`",
+                *(_place_cells(places.get(run.directory)) if report.tuned else ()),
+                *_run_cells(run, output),
+            )
             for run in report.runs
         ],
     )
@@ -178,6 +194,13 @@ def _runs(report: Report, output: Path) -> Iterator[str]:
         yield from (
             f"- {as_text(text)} ({plural(count, 'run')})" for text, count in notices.items()
         )
+
+
+def _place_cells(place: Place | None) -> Sequence[str]:
+    """What the run tried, and on which half; whether it is one at what its arm chose."""
+    if place is None:
+        return NOTHING, NOTHING
+    return place.setting or NOTHING, place.half + (" (chosen)" if place.is_chosen else "")
 
 
 def _run_cells(run: ReportedRun, output: Path) -> Sequence[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from precexp.config import matched_values
+from precexp.config import match_key_without, matched_values
 from precexp.record import RunRecord
 from precexp.report.read import ReportedRun, block, number
 
@@ -23,33 +23,42 @@ class Evidence:
     dropout: float
 
 
-def match_groups(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
+def match_groups(
+    runs: Sequence[ReportedRun], tuned: Sequence[str] = ()
+) -> dict[str, list[ReportedRun]]:
     """The recorded runs by match_key, in order of appearance.
 
-    A run without a record has no match_key: it joins the group if there is only one.
+    Runs that differ in the tuned keys alone belong together: then the key is made anew, without
+    them, from the recorded config. A run without a record has no match_key: it joins the group if
+    there is only one.
     """
     groups: dict[str, list[ReportedRun]] = {}
     for run in runs:
-        if run.record is not None:
-            groups.setdefault(run.record.match_key, []).append(run)
+        if (record := run.record) is not None:
+            key = match_key_without(record.config, tuned) if tuned else record.match_key
+            groups.setdefault(key, []).append(run)
     if len(groups) == 1:
         return {key: [run for run in runs if run.label is not None] for key in groups}
     return groups
 
 
-def differing_values(groups: Mapping[str, Sequence[ReportedRun]]) -> dict[str, list[str]]:
+def differing_values(
+    groups: Mapping[str, Sequence[ReportedRun]], tuned: Sequence[str] = ()
+) -> dict[str, list[str]]:
     """The matched keys that differ between groups: {full key: its value in each group}."""
-    configs = [matched_values(_first_record(runs).config) for runs in groups.values()]
+    configs = [matched_values(_first_record(runs).config, tuned) for runs in groups.values()]
     keys = dict.fromkeys(key for config in configs for key in config)
-    spelled = {key: [_spelled(config, key) for config in configs] for key in keys}
-    return {key: values for key, values in spelled.items() if len(set(values)) > 1}
+    found = {key: [spelled(config.get(key, "absent")) for config in configs] for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
 
 
-def group_titles(groups: Mapping[str, Sequence[ReportedRun]]) -> dict[str, str]:
+def group_titles(
+    groups: Mapping[str, Sequence[ReportedRun]], tuned: Sequence[str] = ()
+) -> dict[str, str]:
     """What tells a group from the others, as `train.lr=0.001`; empty for an only group."""
     if len(groups) == 1:
         return dict.fromkeys(groups, "")
-    differing = differing_values(groups)
+    differing = differing_values(groups, tuned)
     titles = {}
     for i, key in enumerate(groups):
         parts = [f"{name}={values[i]}" for name, values in list(differing.items())[:TITLE_KEYS]]
@@ -141,8 +150,8 @@ def _recorded(runs: Sequence[ReportedRun]) -> Iterator[RunRecord]:
     return (run.record for run in runs if run.record is not None)
 
 
-def _spelled(config: Mapping[str, object], key: str) -> str:
-    value = config.get(key, "absent")
+def spelled(value: object) -> str:
+    """A value of a config as it would be typed."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -330,7 +330,7 @@ def _loose(arm: ArmResult, group: Group) -> list[ReportedRun]:
     """The runs of the arm that are drawn on their own: not completed, but with rows."""
     return [
         run
-        for run in arm.runs
+        for run in arm.judged
         if run.status != "completed"
         and run.directory not in group.evidence.refused
         and run.curve is not None

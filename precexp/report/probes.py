@@ -178,7 +178,7 @@ def _arms(report: Report) -> Iterator[ArmProbes]:
         for arm in group.arms:
             count += 1
             completed = [run for run in arm.compared.values() if has_probes(run)]
-            others = [run for run in arm.runs if run.directory not in group.evidence.refused]
+            others = [run for run in arm.judged if run.directory not in group.evidence.refused]
             runs = completed or [run for run in others if has_probes(run)]
             yield ArmProbes(arm=arm, group=group, number=count, runs=runs)
 

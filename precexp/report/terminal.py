@@ -19,6 +19,7 @@ from precexp.report.build import (
     timing,
 )
 from precexp.report.numerics import numerics_lines
+from precexp.report.protocol import places_of, tuning_lines
 from precexp.report.tables import NOTHING, fixed, percent, plural, short, verdict_of, whole
 from precexp.report.verdict import banners
 
@@ -33,14 +34,17 @@ def print_report(report: Report, console: Console, output: Path | None = None) -
     for group in report.groups:
         width = max(16, console.width - OTHER_COLUMNS)
         console.print(_table(group, report, label_width=width))
-        for line in _notes(group, report):
+        for line in (*_notes(group, report), *tuning_lines(group, report)):
             console.print(Text(line))
         console.print()
     for line in numerics_lines(report):
         console.print(Text(line))
+    places = places_of(report)
     failures = [(run, text) for run in report.runs if (text := problem(run)) is not None]
     for run, text in failures:
         name = f"{run.label} seed {run.seed}" if run.label else str(run.directory)
+        if (place := places.get(run.directory)) is not None and place.setting is not None:
+            name += f" {place.setting}"
         console.print(Text.assemble((f"{name}: ", "bold"), (" ".join(text.split()), "red")))
     num_completed = sum(run.status == "completed" for run in report.runs)
     console.print(Text(f"{num_completed} of {plural(len(report.runs), 'run')} completed."))

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from precexp.report.build import ArmResult, Group, Report, bytes_per_param, mean_of, timing
 from precexp.report.hypotheses import LEVEL
+from precexp.report.protocol import chosen_cell, chosen_head
 from precexp.report.tables import (
     NOTHING,
     escape,
@@ -58,13 +59,20 @@ def verdict_section(report: Report) -> Iterator[str]:
         yield ""
     if not report.groups:
         yield "Nothing was recorded that could be compared."
+    if report.tuned:
+        keys = ", ".join(f"`{key}`" for key in report.tuned)
+        yield (
+            f"Each arm is at the {keys} that suits it: chosen on one half of the seeds, compared "
+            "on the other (see [Tuning](#tuning))."
+        )
+        yield ""
     for group in report.groups:
         yield from heading(group)
         yield from (f"- {sentence}" for sentence in _sentences(group, report))
         yield ""
         yield from markdown_table(
-            ("arm", "seeds", report.words, *VERDICT_HEAD),
-            [_verdict_row(arm, group) for arm in group.arms],
+            ("arm", *chosen_head(report), "seeds", report.words, *VERDICT_HEAD),
+            [_verdict_row(arm, group, report) for arm in group.arms],
         )
         yield ""
         if group.margin is not None:
@@ -137,10 +145,11 @@ def _doubts(arm: ArmResult, group: Group) -> str:
     return " Not all of its runs could be checked to match (see Matched check)." if unseen else ""
 
 
-def _verdict_row(arm: ArmResult, group: Group) -> Sequence[str]:
+def _verdict_row(arm: ArmResult, group: Group, report: Report) -> Sequence[str]:
     against = arm.comparison
     return (
         f"`{arm.label}`",
+        *((chosen_cell(arm, report),) if report.tuned else ()),
         _seeds(arm),
         _spread(arm),
         fixed(arm.bits_per_byte),

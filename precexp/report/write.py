@@ -10,6 +10,8 @@ from precexp.report.markdown import render_markdown
 from precexp.report.memory import peak_categories
 from precexp.report.multiples import multiples_file
 from precexp.report.probes import probed_arms
+from precexp.report.protocol import has_chart, picture_of
+from precexp.report.tuning_charts import tuning_file
 
 
 def write_report(report: Report, output: Path | None = None) -> None:
@@ -25,8 +27,12 @@ def write_report(report: Report, output: Path | None = None) -> None:
     write_loss_curves(report, output)
     if categories := peak_categories(report):
         write_memory_figure(categories, output / "memory")
-    for stale in output.glob("numerics-*.svg"):
+    for stale in (*output.glob("numerics-*.svg"), *output.glob("tuning-*.svg")):
         stale.unlink()
+    for number, group in enumerate(report.groups, 1):
+        if has_chart(group):
+            chart = tuning_file(group, report)
+            (output / picture_of(number)).write_text(chart, encoding="utf-8")
     for found in probed_arms(report):
         (output / found.picture).write_text(multiples_file(found), encoding="utf-8")
     (output / "arms.tex").write_text(render_latex(report), encoding="utf-8")
