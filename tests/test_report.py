@@ -1,10 +1,11 @@
 """Reading, matching and comparing runs, on small sweeps made by the record's own writer."""
 
+import copy
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,15 @@ def config_of(
     precision: str, seed: int, *, optim: str = "anyprecision", overrides: Mapping[str, object]
 ) -> RunConfig:
     """The default config with these choices, composed without Hydra."""
+    values = copy.deepcopy(composed_from(precision, optim))
+    for key, value in {"name": "demo", "seed": seed, **overrides}.items():
+        OmegaConf.update(values, key, value)
+    return load(values)
+
+
+@cache
+def composed_from(precision: str, optim: str) -> DictConfig:
+    """The default config with these choices: reading the files is most of what a fake run costs."""
     values = OmegaConf.load(conf_dir() / "config.yaml")
     assert isinstance(values, DictConfig)
     for key in ("defaults", "hydra"):
@@ -31,9 +41,7 @@ def config_of(
     groups = {"model": "opt-tiny", "data": "bundled", "precision": precision, "optim": optim}
     for group, choice in groups.items():
         values[group] = OmegaConf.load(conf_dir() / group / f"{choice}.yaml")
-    for key, value in {"name": "demo", "seed": seed, **overrides}.items():
-        OmegaConf.update(values, key, value)
-    return load(values)
+    return values
 
 
 @dataclass(kw_only=True)

@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from precexp.bench.verdicts import simulate_all
+from precexp.bench.verdicts import simulate_all, simulate_tuned
 
 NUM_SWEEPS = 500
 # 5 % and three standard errors of a rate of 5 % over that many sweeps: 7.9 %.
@@ -25,3 +26,21 @@ def test_the_level_is_used_where_it_can_be() -> None:
     least = 0.05 - 3 * math.sqrt(0.05 * 0.95 / NUM_SWEEPS)
     assert rates.false_equivalent >= least
     assert rates.false_unequal >= least
+
+
+@pytest.mark.parametrize("num_seeds", [4, 7])
+@pytest.mark.parametrize("noise", [0.3, 10.0])
+def test_tuning_keeps_the_level_and_peeking_would_not(num_seeds: int, noise: float) -> None:
+    rates = simulate_tuned(
+        num_seeds,
+        3,
+        noise,
+        num_values=8,
+        num_sweeps=NUM_SWEEPS,
+        generator=np.random.default_rng(1),
+    )
+    assert rates.false_equivalent <= MOST, rates
+    assert rates.false_unequal <= MOST, rates
+    assert rates.false_unequal_no_gap <= MOST, rates
+    if noise == 10.0:  # with less the margin hides what luck gains
+        assert rates.peeking_unequal_no_gap > MOST, rates

@@ -126,8 +126,10 @@ def bench_verdicts(arguments: Arguments) -> None:
 
     parser = Parser("verdicts", output="CSV")
     parser.add_argument("--sweeps", type=int, default=5000, help="of each kind")
+    parser.add_argument("--tuned", action="store_true", help="of arms that choose a value each")
     args = parser.parse_args(arguments)
-    verdicts.bench(num_sweeps=args.sweeps, output=args.output)
+    bench = verdicts.bench_tuned if args.tuned else verdicts.bench
+    bench(num_sweeps=args.sweeps, output=args.output)
 
 
 def bench_faults(arguments: Arguments) -> None:
