@@ -3,11 +3,14 @@
 import csv
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from precexp import run as run_module
+from precexp.cli import compose_sweep
 from precexp.config import UserError, match_key, match_key_without
 from precexp.report import Report, build_report, print_report, write_report
 from precexp.report.__main__ import main, parse_arguments, recorded_settings
@@ -271,7 +274,7 @@ def test_an_unfinished_comparison_run_is_only_a_pair_less(tmp_path: Path) -> Non
     ("num_seeds", "words"),
     [
         (1, "its one seed leaves none to select on; at least 3 are needed"),
-        (2, "2 comparison seeds are 3 seeds in all"),
+        (2, "at least 2 are needed (comparison seeds: 3 in all)"),
     ],
 )
 def test_too_few_seeds_say_how_many_are_needed(tmp_path: Path, num_seeds: int, words: str) -> None:
@@ -294,7 +297,8 @@ def test_undecided_counts_the_seeds_to_select_on_too(tmp_path: Path) -> None:
     assert found is not None
     assert found.seeds_needed is not None
     in_all = 2 * found.seeds_needed - 1
-    assert f"{found.seeds_needed} comparison seeds are {in_all} seeds in all" in found.reason
+    assert f"about {found.seeds_needed} seeds would decide" in found.reason
+    assert found.reason.endswith(f"(comparison seeds: {in_all} in all)")
 
 
 @pytest.mark.parametrize(("chosen", "end"), [(1e-3, "smallest"), (4e-3, "largest")])
@@ -349,7 +353,7 @@ def test_every_form_of_the_report_says_what_was_chosen(tmp_path: Path) -> None:
     output = report.output
     tuning = section_of(text, "Tuning")
     assert "Selected on 2 seeds (1, 2); compared on 2 seeds (3, 4)." in tuning
-    assert f"| `{FP32}` | 3 values, 6 runs | 0.002 | 3.0005 | 0.004 | 3.4005 |" in tuning
+    assert f"| `{FP32}` | 3 values × 2 seeds | 0.002 | 3.0005 | 0.004 | 3.4005 |" in tuning
     assert "| 0.001 | 3.5005 | **3.0007** |" in tuning
     assert "| arm | train.lr | seeds |" in section_of(text, "Verdict")
     assert "one `match_key` without `train.lr`" in section_of(text, "Matched check")
@@ -372,7 +376,29 @@ def test_every_form_of_the_report_says_what_was_chosen(tmp_path: Path) -> None:
     assert page.count("comparison seed 3: ") == 2
     assert (output / "tuning-1.svg").read_text().count("selection seed 1: ") == 6
     lines = printed(report)
-    assert f"{PURE}: 3 values, 6 runs; best 0.001, 3.0007; next 0.002, 3.6005" in lines
+    assert f"{PURE}: 3 values × 2 seeds; best 0.001, 3.0007; next 0.002, 3.6005" in lines
+
+
+def test_the_experiment_gives_every_arm_the_same_grid_and_seeds() -> None:
+    grids: dict[str, set[tuple[float, int]]] = {}
+    for _, run in compose_sweep(["experiment=tuned"], multirun=True):
+        assert run.config.report.tuned == ("train.lr",)
+        grids.setdefault(run.arm.precision, set()).add((run.config.train.lr, run.config.seed))
+    assert list(grids) == ["fp32", "bf16_mixed", "bf16_pure", "bf16_plain"]  # the quickstart's
+    for grid in grids.values():
+        assert grid == grids["fp32"]
+        assert len(grid) == 16
+
+
+def test_a_tuned_sweep_ends_with_its_report(
+    command: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "planned_memory", lambda *_: None)
+    axes = ("precision=fp32,bf16_pure", "train.lr=1e-3,1e-2", "seed=1,2")
+    assert command("experiment=tuned", "name=t", *axes) == 0
+    text = (tmp_path / "outputs" / "t" / "report" / "report.md").read_text()
+    assert "Selected on 1 seed (1); compared on 1 seed (2)." in section_of(text, "Tuning")
+    assert len(rows_of(tmp_path / "outputs" / "t" / "report" / "runs.csv")) == 8
 
 
 def test_curves_are_those_of_the_comparison_seeds_at_the_chosen_value(tmp_path: Path) -> None:

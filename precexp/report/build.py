@@ -452,8 +452,8 @@ def _as_tuned(
         needed = 2
     if needed is None:
         return found
-    in_all = f"{needed} comparison seeds are {seeds_in_all(needed)} seeds in all"
-    return replace(found, reason=f"{found.reason}; {in_all}")
+    in_all = f"comparison seeds: {seeds_in_all(needed)} in all"
+    return replace(found, reason=f"{found.reason} ({in_all})")
 
 
 def _late(arm: ArmResult, reference: ArmResult) -> Interval | None:

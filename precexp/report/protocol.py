@@ -165,10 +165,14 @@ def _choice_row(arm: ArmResult, report: Report) -> Sequence[str]:
     assert tuning is not None
     others = [trial for trial in tuning.trials if trial is not tuning.chosen]
     runner_up = min(others, key=lambda trial: trial.rank, default=None)
-    num_runs = sum(len(trial.losses) + len(trial.lost) for trial in tuning.trials)
+    num_ended = sum(len(trial.losses) + len(trial.lost) for trial in tuning.trials)
+    num_seeds = max((len(t.losses) + len(t.lost) + len(t.open) for t in tuning.trials), default=0)
+    budget = f"{plural(len(tuning.trials), 'value')} × {plural(num_seeds, 'seed')}"
+    if tuning.num_open:
+        budget += f", {num_ended} ended"
     return (
         f"`{arm.label}`",
-        f"{plural(len(tuning.trials), 'value')}, {plural(num_runs, 'run')}",
+        budget,
         chosen_cell(arm, report),
         fixed(tuning.chosen.mean if tuning.chosen else None),
         setting_cell(runner_up, report) if runner_up else NOTHING,

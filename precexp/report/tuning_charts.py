@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from precexp.report.build import ArmResult, Group, Report, losses_of
+from precexp.report.charts import style_of
 from precexp.report.match import spelled
-from precexp.report.palette import colour_of
 from precexp.report.protocol import setting_cell
 from precexp.report.tables import fixed
 from precexp.report.tuning import Setting, Trial, Tuning, in_order
@@ -111,7 +111,7 @@ def _panel(
     arm: ArmResult, tuning: Tuning, compared: Mapping[int, float], frame: Frame, report: Report
 ) -> Iterator[str]:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-    colour = colour_of(arm.label, report.labels)
+    style = style_of(arm.label, report.labels)
     shown = arm.label if len(arm.label) <= 36 else f"{arm.label[:35]}…"
     yield f'<text class="title" x="0" y="14">{html.escape(shown)}</text>'
     yield f'<path class="frame" d="M{LEFT} {TOP}V{bottom}H{right}"/>'
@@ -124,8 +124,12 @@ def _panel(
         )
     axis = ", ".join(report.tuned)
     yield f'<text class="tick" x="{right}" y="{HEIGHT - 4}" text-anchor="end">{axis}</text>'
-    yield f'<g class="ink" style="color:{colour}">'
-    means = [(frame.x(each.setting), frame.y(each.mean)) for each in tuning.trials if each.mean]
+    yield f'<g class="ink" style="color:{style.colour};--arm-dark:{style.dark}">'
+    means = [
+        (frame.x(each.setting), frame.y(each.mean))
+        for each in tuning.trials
+        if each.mean is not None
+    ]
     line = "L".join(f"{x} {y}" for x, y in means)
     yield f'<path class="line" stroke="currentColor" d="M{line}"/>' if means else ""
     for trial in tuning.trials:
