@@ -5,10 +5,14 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,10 +35,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 from precexp import __version__, set_process_defaults
 from precexp.config import UserError, arm_of, conf_dir, load
-from precexp.record import lock_directory, read_record
+from precexp.launcher import (
+    Launcher,
+    Place,
+    heeding,
+    launching,
+    passing_on_signals,
+    relaying,
+)
+from precexp.record import read_record
 from precexp.sweep import (
     PlannedRun,
     changes,
+    check_plan,
+    do_all,
     finish,
     interrupt_on_sigterm,
     launch,
@@ -44,6 +58,37 @@ from precexp.sweep import (
 )
 
 CONFIG_NAME = "config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plugin:
+    """A launcher that is a package of its own."""
+
+    package: str
+    module: str
+    extra: str  # of pyproject.toml
+    place: Place
+    key: str  # of the number of runs at once
+
+
+# The launchers of Hydra that precexp runs sweeps with (conf/hydra/launcher/).
+PLUGINS = {
+    "basic": None,
+    "joblib": _Plugin(
+        package="hydra-joblib-launcher",
+        module="hydra_plugins.hydra_joblib_launcher",
+        extra="joblib",
+        place="workers",
+        key="hydra.launcher.n_jobs",
+    ),
+    "submitit_local": _Plugin(
+        package="hydra-submitit-launcher",
+        module="hydra_plugins.hydra_submitit_launcher",
+        extra="submitit",
+        place="jobs",
+        key="hydra.sweeper.max_batch_size",
+    ),
+}
 
 
 def entry() -> NoReturn:
@@ -110,6 +155,8 @@ def compose_sweep(
 
 def _create_hydra(config_dir: str | None) -> Hydra:
     """Hydra over our conf/ and, before it, the user's --config-dir."""
+    # Its plugins' own schemas check our presets of the same names; Hydra wants that said in YAML.
+    warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/.* is validated against")
     search_path = create_config_search_path(str(conf_dir().resolve()))
     if config_dir is not None:
         if not Path(config_dir).is_dir():
@@ -126,47 +173,206 @@ def _run(hydra: Hydra, args: argparse.Namespace) -> int:
     overrides = list(args.overrides)
     config_name = args.config_name or CONFIG_NAME
     is_sweep = args.multirun or hydra.get_mode(config_name, overrides) == RunMode.MULTIRUN
+    master = _compose(hydra, config_name, overrides, RunMode.MULTIRUN if is_sweep else RunMode.RUN)
+    if master.name is None and any(text.startswith("name=") for text in overrides):
+        raise UserError("name: cannot be swept; it names the whole sweep")
+    what, engine = _claim_name(hydra, config_name, overrides, master, is_sweep=is_sweep)
+    flags = ["-m"] if args.multirun else []
+    for option, value in (("--config-dir", args.config_dir), ("--config-name", args.config_name)):
+        flags += [option, value] if value else []
+    command = shlex.join(["python", "-m", "precexp", *flags, *what.overrides])
+    print(f"carry on with: {command}", flush=True)
+    if engine is not None:
+        return _run_sweep(hydra, config_name, what, engine)
+    result = hydra.run(config_name, _job, what.overrides, with_log_configuration=False)
+    path = what.directory / "run.json"
+    if path.exists():
+        print(f"{read_record(path).status}: {what.directory}")
+    return result.return_value
+
+
+def _claim_name(
+    hydra: Hydra, config_name: str, overrides: list[str], master: DictConfig, *, is_sweep: bool
+) -> tuple["_Plan", "_Engine | None"]:
+    """Checks all that is planned and makes its directory, a new one where it was given no name."""
+    if master.name is not None:
+        what = _plan(hydra, config_name, overrides, is_sweep=is_sweep)
+        preflight(what.planned, what.directory)
+        engine = _engine_of(what) if is_sweep else None
+        what.directory.mkdir(parents=True, exist_ok=True)
+        return what, engine
+    for name in _timestamps():
+        what = _plan(hydra, config_name, [*overrides, f"name={name}"], is_sweep=is_sweep)
+        preflight(what.planned, what.directory)
+        engine = _engine_of(what) if is_sweep else None
+        with suppress(FileExistsError):  # begun by another in the same microsecond
+            what.directory.mkdir(parents=True)
+            return what, engine
+    raise AssertionError("timestamps do not end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What a command comes to."""
+
+    master: DictConfig
+    overrides: list[str]  # its name among them
+    directory: Path
+    planned: list[PlannedRun]
+
+
+def _plan(hydra: Hydra, config_name: str, overrides: list[str], *, is_sweep: bool) -> _Plan:
     mode = RunMode.MULTIRUN if is_sweep else RunMode.RUN
     master = _compose(hydra, config_name, overrides, mode)
-    if master.name is None:
-        if any(text.startswith("name=") for text in overrides):
-            raise UserError("name: cannot be swept; it names the whole sweep")
-        overrides.append(f"name={datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
-        master = _compose(hydra, config_name, overrides, mode)
     directory = Path(master.hydra.sweep.dir if is_sweep else master.hydra.run.dir)
     planned = (
         [_planned_in_sweep(job, directory) for job in _jobs(hydra, master)]
         if is_sweep
         else [_planned(master, directory)]
     )
-    preflight(planned, directory)
+    return _Plan(master=master, overrides=overrides, directory=directory, planned=planned)
 
-    flags = ["-m"] if args.multirun else []
-    for option, value in (("--config-dir", args.config_dir), ("--config-name", args.config_name)):
-        flags += [option, value] if value else []
-    command = shlex.join(["python", "-m", "precexp", *flags, *overrides])
-    print(f"carry on with: {command}", flush=True)
-    if not is_sweep:
-        result = hydra.run(config_name, _job, overrides, with_log_configuration=False)
-        print(f"{read_record(directory / 'run.json').status}: {directory}")
-        return result.return_value
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = lock_directory(directory)  # of two sweeps that came this far, one goes on
-    try:
+
+def _timestamps() -> Iterator[str]:
+    """Names for a sweep that was given none: now, and others where that is taken."""
+    now = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+    yield now
+    for number in count(2):
+        yield f"{now}-{number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Engine:
+    """One of Hydra's launchers, and how many runs of a sweep it does at once."""
+
+    place: Place
+    overrides: Sequence[str]  # that hold it to the number
+    environment: Mapping[str, str | None]  # of its jobs' processes
+    log_files: str | None = None  # a pattern: where its jobs print, if not here
+
+
+def _engine_of(what: _Plan) -> _Engine:
+    """Raises UserError for a launcher that is not there, or for more runs at once than GPUs."""
+    chosen = what.master.hydra.runtime.choices["hydra/launcher"]
+    if chosen not in PLUGINS:
+        raise UserError(
+            f"hydra/launcher: {chosen!r} is not one that precexp knows how to share GPUs with; "
+            f"allowed: {', '.join(PLUGINS)}"
+        )
+    plugin = PLUGINS[chosen]
+    if plugin is not None and find_spec(plugin.module) is None:
+        raise UserError(
+            f"hydra/launcher: {chosen} needs {plugin.package}; "
+            f"pip install 'precexp[{plugin.extra}]'"
+        )
+    if plugin is None:
+        return _Engine(place="launcher", overrides=[], environment={})
+    num_at_once = _num_at_once(what, plugin)
+    if plugin.place == "workers" and num_at_once == 1:  # then joblib makes no worker
+        return _Engine(place="launcher", overrides=[f"{plugin.key}=1"], environment={})
+    return _Engine(
+        place=plugin.place,
+        overrides=[f"{plugin.key}={num_at_once}"],
+        environment={
+            "OMP_NUM_THREADS": str(_threads_per_run(num_at_once)),
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),  # submitit hides them
+            "TERM": "dumb",  # lines: the bars of runs at the same time would overwrite each other
+        },
+        log_files=_log_files(what.master) if plugin.place == "jobs" else None,
+    )
+
+
+def _num_at_once(what: _Plan, plugin: _Plugin) -> int:
+    """How many of the runs are done at the same time; UserError if that is more than the GPUs."""
+    from precexp import environment  # torch
+
+    asked = OmegaConf.select(what.master, plugin.key)
+    if asked is None:
+        asked = -1
+    if asked == 0:
+        raise UserError(f"{plugin.key}: 0 is not allowed; it must be 1 or more, or -1 for all")
+    num_cores = environment.num_cores()
+    devices = {environment.pick_device(run.config.device).type for run in what.planned}
+    num_gpus = environment.num_gpus() if "cuda" in devices else None
+    if asked == -1:
+        asked = num_cores if num_gpus is None else num_gpus
+    elif asked < 0:
+        asked = max(1, num_cores + 1 + asked)  # as joblib reads it
+    batch = what.master.hydra.sweeper.get("max_batch_size") or asked
+    num_at_once = min(asked, batch, len(what.planned))
+    if num_gpus is not None and num_at_once > num_gpus:
+        raise UserError(
+            f"{plugin.key}: {num_at_once} runs at once would share {num_gpus} GPU"
+            f"{'s' if num_gpus > 1 else ''}; allowed: up to {num_gpus}, or device=cpu"
+        )
+    return num_at_once
+
+
+def _threads_per_run(num_at_once: int) -> int:
+    """Each run's share of the cores, or what the user says if that is less."""
+    from precexp.environment import num_cores
+
+    share = max(1, num_cores() // num_at_once)
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return min(share, int(given)) if given.isdecimal() and int(given) else share
+
+
+def _log_files(master: DictConfig) -> str:
+    folder = str(OmegaConf.select(master, "hydra.launcher.submitit_folder"))
+    return f"{folder.replace('%j', '*')}/*_log.*"
+
+
+def _run_sweep(hydra: Hydra, config_name: str, what: _Plan, engine: _Engine) -> int:
+    directory, planned = what.directory, what.planned
+
+    def settle(alone: bool) -> None:
+        if not alone:
+            return check_plan(directory, planned)
         for line in changes(planned):
             print(line, flush=True)
-        write_plan(directory, str(master.name), planned)
+        return write_plan(directory, str(what.master.name), planned)
+
+    def launch_all(launcher: Launcher) -> None:
+        job = partial(_job, launcher=launcher)
+        overrides = [*what.overrides, *engine.overrides]
+        with ExitStack() as stack:
+            if engine.log_files is not None:
+                stack.enter_context(relaying(engine.log_files))
+            if engine.place != "launcher":
+                stack.enter_context(passing_on_signals(launcher))
+            if engine.place == "workers":
+                stack.callback(_end_workers)
+            hydra.multirun(config_name, job, overrides, with_log_configuration=False)
+
+    with launching(
+        directory, place=engine.place, environment=engine.environment, settle=settle
+    ) as launcher:
         try:
-            hydra.multirun(config_name, _job, overrides, with_log_configuration=False)
+            do_all(planned, launcher, launch_all)
         finally:
             exit_code = finish(directory, planned[0].config.report)
-    finally:
-        os.close(lock)
     return exit_code
 
 
-def _job(composed: DictConfig) -> int:
+def _end_workers() -> None:
+    """Of joblib, which would keep them for five minutes, in case they are of use."""
+    from joblib.externals.loky import get_reusable_executor
+
+    get_reusable_executor().shutdown(wait=True)
+
+
+def _job(composed: DictConfig, launcher: Launcher | None = None) -> int:
     """What Hydra's launchers call for each run, in this process or in another."""
+    if launcher is None or launcher.place == "launcher":
+        return _do(composed, launcher)
+    try:
+        with heeding(launcher):
+            return _do(composed, launcher)
+    except KeyboardInterrupt:  # recorded; and joblib would kill the other workers
+        return 1
+
+
+def _do(composed: DictConfig, launcher: Launcher | None) -> int:
     runtime = HydraConfig.get()
     directory = Path(runtime.runtime.output_dir)
     planned = _planned(OmegaConf.create({**composed, "hydra": runtime}), directory)
@@ -176,9 +382,10 @@ def _job(composed: DictConfig) -> int:
         OmegaConf.save(composed, folder / "config.yaml")
         OmegaConf.save(OmegaConf.create({"hydra": runtime}), folder / "hydra.yaml")
         OmegaConf.save(runtime.overrides.task, folder / "overrides.yaml")
-    where = os.path.relpath(directory)
-    print(f"{planned.arm.label}, seed {planned.config.seed}: {where}", flush=True)
-    return launch(planned)
+    if launcher is None or not launcher.again:
+        where = os.path.relpath(directory)
+        print(f"{planned.arm.label}, seed {planned.config.seed}: {where}", flush=True)
+    return launch(planned, launcher)
 
 
 def _jobs(hydra: Hydra, master: DictConfig) -> list[DictConfig]:

@@ -1,11 +1,16 @@
 """The global switches of torch, set in one place at the start of a run, and what the run ran on."""
 
 import ctypes
+import fcntl
 import importlib.metadata
 import os
 import platform
 import random
 import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +19,7 @@ import torch
 from precexp import __version__
 from precexp.config import UserError
 
+WAIT_SECONDS = 0.5  # between two looks for a free GPU
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "wandb")
@@ -30,6 +36,66 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+@contextmanager
+def own_gpu(device: torch.device) -> Iterator[None]:
+    """On CUDA, makes a GPU that no other run works on the current one, and keeps others off it.
+
+    Waits, and says so, while each of the visible GPUs has a run (of this user, on this machine).
+    """
+    if device.type != "cuda":
+        yield
+        return
+    names = [str(torch.cuda.get_device_properties(i).uuid) for i in range(num_gpus())]
+    index, lock = take_free(names, cache_folder("gpus"))
+    try:
+        torch.cuda.set_device(index)
+        yield
+    finally:
+        os.close(lock)
+
+
+def num_gpus() -> int:
+    """The GPUs that this process may use."""
+    return torch.cuda.device_count()
+
+
+def take_free(names: Sequence[str], folder: Path) -> tuple[int, int]:
+    """The index of the first name that no other process has, and the descriptor that keeps it.
+
+    The name is free again when the descriptor closes, however its process ends.
+    """
+    told = False
+    while True:
+        for index, name in enumerate(names):
+            descriptor = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+            else:
+                return index, descriptor
+        if not told:
+            text = f"waiting for a GPU: other runs of precexp work on all of {len(names)}"
+            print(text, file=sys.stderr, flush=True)
+            told = True
+        time.sleep(WAIT_SECONDS)
+
+
+def cache_folder(name: str) -> Path:
+    """A folder of the user's cache; raises OSError if it can't be made."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(root).expanduser() / "precexp" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def num_cores() -> int:
+    """The CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def set_switches(*, seed: int, deterministic: bool) -> None:

@@ -44,6 +44,10 @@ class NewerSchemaError(RecordError):
     """A record of a later precexp."""
 
 
+class InUseError(RecordError):
+    """A directory that another process works in."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One optimizer step. None = not measured; losses in nats per predicted token."""
@@ -262,17 +266,19 @@ def taken_by(record: RunRecord, config: RunConfig) -> str | None:
 def lock_directory(directory: Path) -> int:
     """Takes the directory for this process until the returned descriptor closes.
 
-    The lock dies with its owner, however it dies. Raises RecordError if another holds it.
+    The lock dies with its owner, however it dies. Raises InUseError if another holds it.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise RecordError(
-            f"{directory}: another process works in it; choose another name="
-        ) from None
+        raise in_use(directory) from None
     return descriptor
+
+
+def in_use(directory: Path) -> InUseError:
+    return InUseError(f"{directory}: another process works in it; choose another name=")
 
 
 def one_line(error: BaseException) -> str:

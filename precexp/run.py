@@ -54,7 +54,11 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
     device = environment.pick_device(config.device)
     environment.set_switches(seed=config.seed, deterministic=config.deterministic)
     precision = build_precision(config.precision, device=device)
-    with RunWriter(directory, config, arm) as record, ExitStack() as stack:
+    with (
+        environment.own_gpu(device),
+        RunWriter(directory, config, arm) as record,
+        ExitStack() as stack,
+    ):
         checkpoint = _rewind(record, directory / "checkpoints")
         tracker = stack.enter_context(
             Tracker(

@@ -16,6 +16,7 @@ LAYERS = [
     {"train", "checkpoint"},
     {"memory", "tracking", "outcome"},
     {"run"},
+    {"launcher"},
     {"sweep"},
     {"cli"},
     {"bench", "plan", "export", "comparison", "workspace", "dashboard", "__main__"},

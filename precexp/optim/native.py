@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from precexp.environment import cache_folder
 from precexp.optim.kernel import BUFFERS, Batch, BuildError, Form, Rates
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -64,7 +65,7 @@ def load_library(source: Path, macros: list[str]) -> ctypes.CDLL:
     )
     name = f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     try:
-        path = cache_folder() / name
+        path = cache_folder("native") / name
         if not path.exists():
             _compile(compiler, source, macros, path)
         try:
@@ -74,14 +75,6 @@ def load_library(source: Path, macros: list[str]) -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{error.strerror or error}") from None
-
-
-def cache_folder() -> Path:
-    """Where built libraries are kept; raises OSError if it can't be made."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(root).expanduser() / "precexp" / "native"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _compile(compiler: tuple[str, ...], source: Path, macros: list[str], path: Path) -> None:
