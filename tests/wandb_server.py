@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from precexp import tracking
+
 KEY = "0123456789" * 4  # wandb wants 40 characters
 
 
@@ -199,6 +201,8 @@ def serving(patch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
     with WandbServer() as server:
         patch.setenv("WANDB_API_KEY", KEY)
         patch.setenv("WANDB_BASE_URL", server.url)
+        for limit in ("INIT_SECONDS", "FINISH_SECONDS"):  # a busy machine is slow, and not away
+            patch.setattr(tracking, limit, 120)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}).start()
         yield server
         server.shutdown()
