@@ -73,6 +73,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         begun = ledger.start(device)
         phase = _LastPhase()
         blocks = read_blocks(config.model, config.data)
+        _require_same_blocks(checkpoint, blocks)
         total_steps = steps_of(config.train, blocks)
         model = build_model(config.model, seed=config.seed)
         record.evidence(init_hash=init_hash(model))
@@ -96,7 +97,13 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
             Interrupts() as interrupts,
         ):
             training = _begin(
-                config, model, batches, precision, checkpoint, total_steps=total_steps
+                config,
+                model,
+                batches,
+                precision,
+                checkpoint,
+                total_steps=total_steps,
+                blocks_sha256=blocks.sha256,
             )
             if record.record.census is None:
                 record.update(census=take_census(model).as_record())
@@ -158,6 +165,7 @@ class _Training:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     batches: Batches
+    blocks_sha256: str
     probes: Probing
     promised: Mapping[str, torch.dtype]  # of the census, by role
     total_steps: int
@@ -171,6 +179,7 @@ def _begin(
     checkpoint: Checkpoint | None,
     *,
     total_steps: int,
+    blocks_sha256: str,
 ) -> _Training:
     """Places the model beside an optimizer, and takes both to where the checkpoint left them."""
     optimizer = build_optimizer(model.parameters(), config.optim, config.train, seed=config.seed)
@@ -197,6 +206,7 @@ def _begin(
         optimizer=optimizer,
         scaler=scaler,
         batches=batches,
+        blocks_sha256=blocks_sha256,
         probes=probes,
         promised=precision.promised()
         | promised_states(config.optim, param_dtype=precision.param_dtype),
@@ -243,6 +253,7 @@ def _follow(
                 optimizer=training.optimizer,
                 scaler=training.scaler,
                 batches=batches,
+                blocks_sha256=training.blocks_sha256,
                 config_hash=record.record.config_hash,
                 rows_sha256=record.rows_sha256,
                 keep_last=config.train.keep_last,
@@ -269,6 +280,16 @@ def _rewind(record: RunWriter, directory: Path) -> Checkpoint | None:
         again = f"; steps {step + 1} to {len(rows)} are done again" if len(rows) > step else ""
         _tell(record, [f"resumed after step {step}{again}"])
     return checkpoint
+
+
+def _require_same_blocks(checkpoint: Checkpoint | None, blocks: TokenBlocks) -> None:
+    """UserError if the run would go on with other tokens than it began with."""
+    begun_with = None if checkpoint is None else checkpoint.facts.get("blocks_sha256")
+    if begun_with not in (None, blocks.sha256):  # None: of a precexp that did not record it
+        raise UserError(
+            "data: the text or its tokenizer has changed since the run began, and half of it would "
+            "be trained on each; put it back, or choose another name="
+        )
 
 
 def preflight(config: RunConfig) -> None:

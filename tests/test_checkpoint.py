@@ -34,6 +34,7 @@ def save(directory: Path, step: int) -> tuple[Path, dict[str, torch.Tensor], tor
         optimizer=optimizer,
         scaler=scaler,
         batches=batches,
+        blocks_sha256="ghi",
         config_hash="abc",
         rows_sha256="def",
         keep_last=2,

@@ -138,6 +138,28 @@ def test_a_run_killed_after_its_last_step_completes(tmp_path: Path, cache_dir: P
     assert any(note.startswith("resumed after step 1") for note in notices)
 
 
+@pytest.mark.parametrize("part", ["train_files", "eval_files"])
+def test_a_run_does_not_go_on_with_another_text(part: str, tmp_path: Path, cache_dir: Path) -> None:
+    for name in ("train_files", "eval_files"):
+        write_lines(tmp_path / f"{name}.txt", "A line of text")
+    files = [f"data.{name}=[{tmp_path / name}.txt]" for name in ("train_files", "eval_files")]
+    more = ("data=text", *files, "train.checkpoint_every=3")
+    run(tmp_path / "whole", cache_dir, *more)
+    run_until(8, Killed(), tmp_path / "killed", cache_dir, *more)
+    write_lines(tmp_path / f"{part}.txt", "Quite another text")
+    running.read_blocks.cache_clear()  # as in a process of its own
+    with pytest.raises(UserError, match="data: the text or its tokenizer has changed since"):
+        run(tmp_path / "killed", cache_dir, *more)
+    write_lines(tmp_path / f"{part}.txt", "A line of text")
+    running.read_blocks.cache_clear()
+    run(tmp_path / "killed", cache_dir, *more)
+    assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
+
+
+def write_lines(path: Path, text: str) -> None:
+    path.write_text("".join(f"{text}, number {i}.\n" for i in range(200)))
+
+
 # Checkpoints that cannot be trusted
 
 

@@ -9,7 +9,7 @@ import torch
 from precexp.config import DataConfig, UserError
 from precexp.data.text import Corpus, open_corpus
 from precexp.data.tokenizer import build_tokenizer, require_vocabulary
-from precexp.data.tokens import PartFacts, Tokens, open_tokens
+from precexp.data.tokens import Meta, PartFacts, Tokens, open_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,7 @@ class TokenBlocks:
 
     train: np.ndarray
     eval: np.ndarray
+    sha256: str  # of both, whatever the files they came from
     max_id: int
     eval_bytes_per_token: float  # bytes of UTF-8 text behind a token: for bits per byte
     notices: tuple[str, ...]
@@ -50,10 +51,16 @@ def load_blocks(
     return TokenBlocks(
         train=tokens.train,
         eval=tokens.eval,
+        sha256=_sha256_of(tokens.meta),
         max_id=tokens.meta.max_id,
         eval_bytes_per_token=tokens.meta.eval.num_bytes / tokens.meta.eval.num_tokens,
         notices=_notices(tokens, corpus, config),
     )
+
+
+def _sha256_of(meta: Meta) -> str:
+    parts = f"{meta.train.sha256} {meta.eval.sha256} {meta.dtype} {meta.block_size}"
+    return hashlib.sha256(parts.encode()).hexdigest()
 
 
 def _notices(tokens: Tokens, corpus: Corpus, config: DataConfig) -> tuple[str, ...]:
