@@ -138,6 +138,9 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
             results=outcome.results(),
             timing=outcome.timing(),
         )
+        if interrupts.asked is not None:  # while the last checkpoint was written
+            tracker.finish(record.record)
+            raise KeyboardInterrupt(f"by {interrupts.asked} after the last step")
         measured = measured_memory(
             record,
             begun,
@@ -259,7 +262,7 @@ def _follow(
                 keep_last=config.train.keep_last,
                 numerics=training.probes.state(),
             )
-        if outcome.gave_up:
+        if outcome.status == "diverged":
             return
         if stops:
             raise KeyboardInterrupt(f"by {interrupts.asked} after step {event.step}")

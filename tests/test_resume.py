@@ -18,7 +18,7 @@ from precexp.cli import compose
 from precexp.config import UserError
 from precexp.interrupts import Interrupts
 from precexp.record import Row, read_run
-from precexp.train import train
+from precexp.train import has_diverged, train
 from tests.micro import MICRO
 
 # The memory of a micro run is of no interest here, and planning it takes longer than training it.
@@ -336,6 +336,34 @@ def test_an_interrupt_makes_a_checkpoint_of_the_step_it_came_in(
     assert "resumed after step 7" in found.record.notices
     assert found.record.results == whole.record.results
     assert found.record.evidence == whole.record.evidence
+
+
+@pytest.mark.parametrize("lr", [1e-3, 1e30])
+def test_an_interrupt_that_finds_a_run_at_its_end_ends_the_sweep(
+    lr: float, command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = running.save_checkpoint
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        if kwargs["step"] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return save(*args, **kwargs)  # type: ignore[arg-type]
+
+    def diverging(*args: object, **kwargs: object) -> Iterator[object]:
+        for event in train(*args, **kwargs):  # type: ignore[arg-type]
+            if isinstance(event, Row) and has_diverged(event):
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield event
+
+    sweep = ("-m", "name=s", "seed=1,2", f"train.lr={lr}", "train.checkpoint_every=4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "save_checkpoint", interrupted)
+        patch.setattr(running, "train", diverging)
+        assert command(*sweep) == 1
+    assert "precexp: interrupted" in capsys.readouterr().err
+    assert statuses(tmp_path / "outputs/s") == ["completed" if lr < 1 else "diverged"]
+    assert command(*sweep) == (0 if lr < 1 else 1)
+    assert statuses(tmp_path / "outputs/s") == ["completed" if lr < 1 else "diverged"] * 2
 
 
 def test_a_second_signal_of_a_kind_ends_the_process() -> None:
