@@ -232,6 +232,8 @@ def _follow(
     Raises KeyboardInterrupt after the checkpoint of the step in which a signal came.
     """
     batches = training.batches
+    if outcome.gave_up:  # with the step of the checkpoint
+        return
     for event in events:
         if isinstance(event, Census):
             record.update(census=event.as_record())

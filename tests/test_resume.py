@@ -425,6 +425,29 @@ def test_gradients_that_overflow_at_any_scale_end_the_run_as_diverged(
     assert record.results["applied_steps"] == 0
 
 
+def test_a_run_killed_once_it_gave_up_takes_no_further_step(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    overflowing = (
+        "precision=fp16_amp", "precision.initial_scale=1e38", "train.max_steps=100",
+        "train.eval_every=100", "train.checkpoint_every=10",
+    )  # fmt: skip
+    run(tmp_path / "whole", cache_dir, *overflowing)
+    save = running.save_checkpoint
+
+    def killed_after(*args: object, **kwargs: object) -> None:
+        save(*args, **kwargs)  # type: ignore[arg-type]
+        if kwargs["step"] == 50:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "save_checkpoint", killed_after)
+        with pytest.raises(Killed):
+            run(tmp_path / "killed", cache_dir, *overflowing)
+    run(tmp_path / "killed", cache_dir, *overflowing)
+    assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
+
+
 # Sweeps
 
 
