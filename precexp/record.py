@@ -325,9 +325,10 @@ def _replace_text(path: Path, text: str) -> None:
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             partial.unlink()
+        error.filename = error.filename or str(path)  # a failed write does not say of what
         raise
 
 

@@ -27,7 +27,7 @@ from precexp.config import (
     config_hash,
     differing_keys,
 )
-from precexp.launcher import POLL_SECONDS, Launcher, Place, one_at_a_time
+from precexp.launcher import LAUNCHERS, POLL_SECONDS, Launcher, Place, one_at_a_time
 from precexp.record import (
     FINISHED,
     InUseError,
@@ -132,7 +132,8 @@ def check_directory(directory: Path, *, is_sweep: bool) -> None:
         if (directory / other).exists():
             holds = "a run, not a sweep" if is_sweep else "a sweep, not a run"
             raise RecordError(f"{directory}: holds {holds}; choose another name=")
-        if not any((directory / name).exists() for name in (theirs, ".hydra")):
+        # A sweep may have died before its sweep.json was written, or found no room for it.
+        if not any((directory / name).exists() for name in (theirs, ".hydra", LAUNCHERS)):
             raise RecordError(f"{directory}: holds no run of precexp; choose another name=")
     parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     try:

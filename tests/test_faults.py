@@ -309,6 +309,20 @@ def test_a_run_that_finds_no_room_fails_and_goes_on_when_there_is_some(
     assert outcome_of(tmp_path / "cramped") == outcome_of(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("_no_memory")
+def test_a_sweep_that_finds_no_room_for_its_plan_goes_on_when_there_is_some(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("name=warm") == 0  # the token cache
+    capsys.readouterr()
+    with files_up_to(100):
+        assert command("-m", "name=s", "seed=1") == 1
+    error = capsys.readouterr().err
+    assert error == f"precexp: [Errno 27] {os.strerror(errno.EFBIG)}: 'outputs/s/sweep.json'\n"
+    assert command("-m", "name=s", "seed=1") == 0
+    assert statuses_of(tmp_path / "outputs/s") == {1: "completed"}
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """`outputs` on a file system of 1 MB."""
