@@ -234,20 +234,31 @@ class RunWriter:
         except NewerSchemaError:
             raise
         except RecordError as error:
-            for name in ("run.json", "metrics.jsonl"):
-                found = self.directory / name
-                if found.exists():
-                    shutil.copyfile(found, found.with_name(f"{name}.damaged"))
+            self._keep_damaged("run.json", "metrics.jsonl")
             self.record.notices.append(
                 f"run.json could not be read, and is kept as .damaged: {error}"
             )
             return
-        if problem := taken_by(earlier, config):
+        altered = earlier.config_hash == self.record.config_hash and has_altered_rows(
+            self.directory, earlier
+        )
+        if not altered and (problem := taken_by(earlier, config)):
             raise RecordError(f"{self.directory}: {problem}; choose another name=")
         self.record.evidence = {**self.record.evidence, **earlier.evidence}
         self.record.census = earlier.census
         self.record.notices = earlier.notices or []
         self.record.warnings = earlier.warnings or []
+        if altered:
+            self._keep_damaged("metrics.jsonl")
+            self.record.notices.append(
+                "metrics.jsonl was altered since the run ended, and is kept as .damaged"
+            )
+
+    def _keep_damaged(self, *names: str) -> None:
+        for name in names:
+            found = self.directory / name
+            if found.exists():
+                shutil.copyfile(found, found.with_name(f"{name}.damaged"))
 
     def _replace(self) -> None:
         write_record(self.directory / "run.json", self.record)
@@ -339,9 +350,15 @@ def read_run(directory: Path) -> RecordedRun:
     """
     record = read_record(directory / "run.json")
     path = directory / "metrics.jsonl"
-    if record.rows_sha256 is not None and _sha256(path) != record.rows_sha256:
+    if has_altered_rows(directory, record):
         raise RecordError(f"{path}: altered since the run ended (run.json has another rows_sha256)")
     return RecordedRun(directory=directory, record=record, rows=list(_read_rows(path)))
+
+
+def has_altered_rows(directory: Path, record: RunRecord) -> bool:
+    """Whether the directory's rows are others than those its run had when it ended."""
+    rows = directory / "metrics.jsonl"
+    return record.rows_sha256 is not None and _sha256(rows) != record.rows_sha256
 
 
 def read_record(path: Path) -> RunRecord:

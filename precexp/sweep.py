@@ -34,6 +34,7 @@ from precexp.record import (
     NewerSchemaError,
     RecordError,
     Status,
+    has_altered_rows,
     in_use,
     lock_directory,
     one_line,
@@ -94,7 +95,8 @@ def finished(planned: PlannedRun) -> Status | None:
     if problem is None:
         return None
     if record.config_hash == config_hash(planned.config):
-        return record.status
+        # With other rows than it ended with, it goes on from its checkpoint.
+        return None if has_altered_rows(planned.directory, record) else record.status
     raise RecordError(f"{planned.directory}: {problem}; choose another name=")
 
 

@@ -269,6 +269,35 @@ def test_a_completed_run_whose_record_is_damaged_is_made_whole_by_the_same_comma
     assert "resumed after step 4" in after.record.notices
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.usefixtures("_no_memory")
+@pytest.mark.parametrize("harm", [cut, Path.unlink])
+@pytest.mark.parametrize("checkpoints", ["train.checkpoint_every=2", "train.checkpoint_every=null"])
+def test_a_completed_run_whose_rows_are_damaged_is_made_whole_by_the_same_command(
+    harm: Callable[[Path], None],
+    checkpoints: str,
+    command: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sweep = ("-m", "name=s", "seed=1", checkpoints)
+    assert command(*sweep) == 0
+    (path,) = (tmp_path / "outputs/s").rglob("metrics.jsonl")
+    before = read_run(path.parent)
+    harm(path)
+    assert command(*sweep) == 0
+    after = read_run(path.parent)
+    assert after.record.results == before.record.results
+    assert after.record.evidence == before.record.evidence
+    assert after.record.census == before.record.census
+    assert [row.loss for row in after.rows] == [row.loss for row in before.rows]
+    kept = "metrics.jsonl was altered since the run ended, and is kept as .damaged"
+    assert kept in after.record.notices
+
+
 # Full disks, and files in the way
 
 
