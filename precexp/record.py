@@ -33,6 +33,10 @@ SCHEMA = 1
 Status = Literal["running", "completed", "diverged", "failed", "interrupted"]
 
 
+# Keys of run.json, which may be null, too.
+BLOCKS = ("arm", "config", "environment", "evidence", "census", "memory", "timing", "results")
+LISTS = {"warnings": dict, "notices": str}  # by what they hold
+
 FINISHED = ("completed", "diverged")  # what a sweep that is carried on leaves alone
 
 
@@ -229,8 +233,6 @@ class RunWriter:
             return
         try:
             earlier = read_record(path)
-            if not isinstance(earlier.config, dict) or not isinstance(earlier.evidence, dict):
-                raise RecordError(f"{path}: config or evidence is not a block of keys")
         except NewerSchemaError:
             raise
         except RecordError as error:
@@ -244,7 +246,7 @@ class RunWriter:
         )
         if not altered and (problem := taken_by(earlier, config)):
             raise RecordError(f"{self.directory}: {problem}; choose another name=")
-        self.record.evidence = {**self.record.evidence, **earlier.evidence}
+        self.record.evidence = {**self.record.evidence, **(earlier.evidence or {})}
         self.record.census = earlier.census
         self.record.notices = earlier.notices or []
         self.record.warnings = earlier.warnings or []
@@ -373,6 +375,13 @@ def read_record(path: Path) -> RunRecord:
     if missing := sorted(required - values.keys()):
         raise RecordError(f"{path}: no {missing[0]!r} in it; not a run.json of precexp")
     ours = {k: v for k, v in values.items() if k in known}
+    for name in BLOCKS:
+        if not isinstance(ours.get(name), dict | None):
+            raise RecordError(f"{path}: {name} is not a block of keys")
+    for name, kind in LISTS.items():
+        found = ours.get(name) or []
+        if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+            raise RecordError(f"{path}: {name} is not a list of what it should be")
     try:
         unsealed(values)
     except ValueError as error:

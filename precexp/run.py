@@ -377,12 +377,12 @@ def planned_memory(
     for path in sorted(record.directory.parent.glob("*/run.json")):
         with suppress(RecordError, UserError):
             other = read_record(path)
-            planned = other.memory.get("planned")
+            planned = (other.memory or {}).get("planned")
             if (
                 isinstance(planned, dict)
                 and planned.get("device") == device.type
                 and all(
-                    other.environment.get(key) == record.record.environment.get(key)
+                    (other.environment or {}).get(key) == record.record.environment.get(key)
                     for key in ("packages", "commit")
                 )
                 and config_hash(replace(config, seed=other.seed)) == other.config_hash
@@ -477,7 +477,9 @@ def _warn(record: RunWriter, found: Sequence[LossWarning]) -> None:
     for path in record.directory.parent.glob("seed-*/run.json"):
         if path.parent != record.directory:
             with suppress(RecordError):
-                told |= {warning.get("message") for warning in read_record(path).warnings}
+                told |= {
+                    str(warning.get("message")) for warning in read_record(path).warnings or []
+                }
     record.update(warnings=[asdict(warning) for warning in found])
     for warning in found:
         if warning.message not in told:

@@ -298,6 +298,24 @@ def test_a_completed_run_whose_rows_are_damaged_is_made_whole_by_the_same_comman
     assert kept in after.record.notices
 
 
+@pytest.mark.parametrize(("key", "value"), [("warnings", None), ("memory", None), ("config", [1])])
+def test_a_record_of_others_beside_a_run_does_not_stop_it(
+    key: str,
+    value: object,
+    command: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "plan", lambda *_, **__: 1 / 0)  # it takes a while
+    assert command("-m", "name=s", "seed=1") == 0
+    (path,) = (tmp_path / "outputs/s").rglob("run.json")
+    values = json.loads(path.read_text())
+    del values["own_sha256"]
+    path.write_text(json.dumps({**values, key: value}))
+    assert command("-m", "name=s", "seed=1,2") == 0
+    assert statuses_of(tmp_path / "outputs/s") == {1: "completed", 2: "completed"}
+
+
 # Full disks, and files in the way
 
 

@@ -212,6 +212,24 @@ def test_an_unreadable_record_is_refused_with_the_reason(
         read_run(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("config", [1]), ("evidence", "x"), ("memory", 3), ("warnings", 5), ("notices", [{}])],
+)
+def test_a_record_whose_keys_hold_something_else_is_refused(
+    key: str, value: object, tmp_path: Path, config: RunConfig
+) -> None:
+    with RunWriter(tmp_path, config, ARM):
+        pass
+    values = json.loads((tmp_path / "run.json").read_text())
+    del values["own_sha256"]  # as of another writer
+    write_json(tmp_path / "run.json", {**values, key: value})
+    with pytest.raises(RecordError, match=f"run.json: {key} is not a "):
+        read_run(tmp_path)
+    with RunWriter(tmp_path, config, ARM) as writer:
+        assert "kept as .damaged" in writer.record.notices[0]
+
+
 def test_nested_floats_are_spelled() -> None:
     assert to_json({"a": [math.inf, {"b": math.nan}], "c": (1.5,)}) == (
         '{"a": ["inf", {"b": "nan"}], "c": [1.5]}'

@@ -10,12 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from precexp.config import UserError
-from precexp.record import RecordError, Row, RunRecord, Status, one_line, read_run, unsealed
+from precexp.record import (
+    BLOCKS,
+    LISTS,
+    RecordError,
+    Row,
+    RunRecord,
+    Status,
+    one_line,
+    read_run,
+    unsealed,
+)
 
 SWEEP_SCHEMA = 1
 LARGEST = 1e100  # a loss beyond is as good as infinite, and axes cannot hold it
-BLOCKS = ("arm", "config", "environment", "evidence", "census", "memory", "timing", "results")
-LISTS = {"warnings": dict, "notices": str}
 
 # `missing`: planned, and never started.
 ReportedStatus = Status | Literal["missing", "unreadable"]
@@ -182,17 +190,11 @@ def _read(directory: Path, *, planned: bool, plan: PlannedRun | None = None) -> 
 
 
 def _check_blocks(record: RunRecord) -> None:
-    """null reads as empty; a block that is something else makes the record unreadable."""
+    """null reads as empty; a value of no use makes the record unreadable."""
     for name in BLOCKS:
-        value = getattr(record, name) or {}
-        if not isinstance(value, dict):
-            raise RecordError(f"run.json: {name} is not a block of keys")
-        setattr(record, name, value)
-    for name, kind in LISTS.items():
-        value = getattr(record, name) or []
-        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
-            raise RecordError(f"run.json: {name} is not a list of what it should be")
-        setattr(record, name, value)
+        setattr(record, name, getattr(record, name) or {})
+    for name in LISTS:
+        setattr(record, name, getattr(record, name) or [])
     if not isinstance(record.seed, int) or not isinstance(record.match_key, str):
         raise RecordError("run.json: seed or match_key is of another type")
     if record.status not in get_args(Status):
