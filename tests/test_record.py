@@ -19,6 +19,7 @@ from precexp.record import (
     to_json,
     write_json,
 )
+from precexp.redact import redacted
 from tests.test_config import composed
 
 ARM = Arm(precision="fp32", optim="anyprecision", overrides={})
@@ -255,3 +256,37 @@ def test_no_secret_of_an_error_or_notice_is_recorded(
     kept = (tmp_path / "run.json").read_text()
     assert "pass" not in kept
     assert kept.count("***") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("https://me:p@ss@host/x", "https://***@host/x"),
+        ("https://h/x?X-Amz-Signature=0f&X-Amz-Date=1", "https://h/x?X-Amz-Signature=***&X-Amz-Date=1"),
+        ("https://h/x?sv=1&sig=a%2F", "https://h/x?sv=1&sig=***"),
+        ("https://h/#access_token=a", "https://h/#access_token=***"),
+        ("https://h/?Token=a", "https://h/?Token=***"),
+        ("long: abcdefghijklmnopqrstuvwxyz", "long: ***"),
+        ("told: a-password-of-many", "told: ***"),
+    ],
+)  # fmt: skip
+def test_secrets_of_urls_and_of_the_environment_are_hidden_whole(
+    text: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_TOKEN", "abcdefghijklmnop")  # with which the other begins
+    monkeypatch.setenv("B_TOKEN", "abcdefghijklmnopqrstuvwxyz")
+    monkeypatch.setenv("PGPASSWORD", "a-password-of-many\n")
+    assert redacted(text) == kept
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/data/me@work/key=3/part.parquet",
+        "hf://datasets/a/b@main/c",
+        "https://host/a@b?page=2&keys=all#top",
+        "token=5",
+    ],
+)
+def test_what_only_resembles_a_secret_is_kept(text: str) -> None:
+    assert redacted(text) == text
