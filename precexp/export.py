@@ -14,6 +14,7 @@ by model.pretrained=true whatever the seed.
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -152,17 +153,25 @@ def _require_free(output: Path) -> None:
 
 
 def _write_folder(model: "PreTrainedModel", config: RunConfig, output: Path) -> None:
-    """The tokenizer first, since that one may not be there any more."""
+    """Writes it whole, or leaves none and raises; the tokenizer first, since it may be gone."""
     from precexp.data.tokenizer import save_tokenizer
 
-    save_tokenizer(
-        config.data.tokenizer,
-        output,
-        model_path=config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    model.config.use_cache = True  # off while training; what loads it may want to generate
-    model.save_pretrained(output)
+    try:
+        save_tokenizer(
+            config.data.tokenizer,
+            output,
+            model_path=config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        model.config.use_cache = True  # off while training; what loads it may want to generate
+        model.save_pretrained(output)
+    except BaseException as error:
+        if output.is_dir():  # it was free
+            shutil.rmtree(output, ignore_errors=True)
+        if isinstance(error, UserError | OSError) or not isinstance(error, Exception):
+            raise
+        # A full disk is a bare Exception in tokenizers, and a SafetensorError in safetensors.
+        raise OSError(f"{output}: not written ({error})") from error
 
 
 def _config_of(record: RunRecord, run: Path) -> RunConfig:

@@ -1,5 +1,7 @@
 """An exported folder is the run's model, to transformers' own loader."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from precexp.precision import build_precision
 from precexp.record import read_record
 from precexp.train import evaluate
 from tests.micro import MICRO
+from tests.test_faults import files_up_to
 
 CPU = torch.device("cpu")
 
@@ -184,3 +187,18 @@ def test_mistakes_are_one_line(
         error = capsys.readouterr().err
         assert words in error
         assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("room", [100, 5_000, 80_000])
+def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_folder(
+    room: int, tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "run", cache_dir, "model.hidden_size=64")
+    arguments = [str(tmp_path / "run")]
+    capsys.readouterr()
+    with files_up_to(room):
+        assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert os.strerror(errno.EFBIG) in error
+    assert "Traceback" not in error
+    assert main(arguments) == 0
