@@ -76,7 +76,7 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
         _require_same_blocks(checkpoint, blocks)
         total_steps = steps_of(config.train, blocks)
         model = build_model(config.model, seed=config.seed)
-        record.evidence(init_hash=init_hash(model))
+        _record_init(record, init_hash(model), goes_on=checkpoint is not None)
         _warn(
             record,
             warnings_of(
@@ -294,6 +294,21 @@ def _require_same_blocks(checkpoint: Checkpoint | None, blocks: TokenBlocks) -> 
         raise UserError(
             "data: the text or its tokenizer has changed since the run began, and half of it would "
             "be trained on each; put it back, or choose another name="
+        )
+
+
+def _record_init(record: RunWriter, found: str, *, goes_on: bool) -> None:
+    """Records the init_hash; that of a run that goes on is of the weights it began with."""
+    begun_with = record.record.evidence["init_hash"] if goes_on else None
+    if begun_with in (None, found):
+        record.evidence(init_hash=found)
+    else:
+        _tell(
+            record,
+            [
+                "the initial weights of model.path are not those that the run began with any "
+                "more; it goes on from its checkpoint, and init_hash is of the earlier ones"
+            ],
         )
 
 

@@ -16,6 +16,7 @@ from precexp import sweep as sweeping
 from precexp.bench.faults import outcome_of
 from precexp.cli import compose
 from precexp.config import UserError
+from precexp.export import export_initial
 from precexp.interrupts import Interrupts
 from precexp.record import Row, read_run
 from precexp.train import has_diverged, train
@@ -154,6 +155,38 @@ def test_a_run_does_not_go_on_with_another_text(part: str, tmp_path: Path, cache
     running.read_blocks.cache_clear()
     run(tmp_path / "killed", cache_dir, *more)
     assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
+
+
+def test_a_run_keeps_the_init_hash_of_the_weights_it_began_with(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    tiny = [text for text in MICRO if text.startswith("model.")]
+    for seed in (1, 2):
+        export_initial([*tiny, f"seed={seed}"], tmp_path / f"seed-{seed}")
+    weights, others = (tmp_path / f"seed-{seed}/model.safetensors" for seed in (1, 2))
+    more = ("model=hf", f"model.path={tmp_path / 'seed-1'}", "model.pretrained=true")
+    hf = [text for text in MICRO if not text.startswith("model.")]
+
+    def train_it(name: str) -> None:
+        planned = compose([*hf, f"data.cache_dir={cache_dir}", *EVERY, *more])
+        running.run(planned.config, arm=planned.arm, directory=tmp_path / name)
+
+    train_it("whole")
+    save = running.save_checkpoint
+
+    def killed_after(*args: object, **kwargs: object) -> None:
+        save(*args, **kwargs)  # type: ignore[arg-type]
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "save_checkpoint", killed_after)
+        with pytest.raises(Killed):
+            train_it("killed")
+    weights.write_bytes(others.read_bytes())
+    train_it("killed")
+    assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
+    notices = read_run(tmp_path / "killed").record.notices
+    assert any(note.startswith("the initial weights of model.path are not") for note in notices)
 
 
 def write_lines(path: Path, text: str) -> None:
