@@ -47,6 +47,7 @@ def save_checkpoint(
     config_hash: str,
     rows_sha256: str,
     keep_last: int,
+    recorded: Mapping[str, object],
     numerics: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes `directory`/step-<step>/ whole or not at all, and keeps the last few.
@@ -83,6 +84,7 @@ def save_checkpoint(
             "tokens": tokens,
             "config_hash": config_hash,
             "rows_sha256": rows_sha256,
+            "recorded": recorded,  # of run.json, should that be lost
             "position": batches.position,
             "data_hash": batches.data_hash,
             "blocks_sha256": blocks_sha256,

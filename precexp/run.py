@@ -262,6 +262,10 @@ def _follow(
                 config_hash=record.record.config_hash,
                 rows_sha256=record.rows_sha256,
                 keep_last=config.train.keep_last,
+                recorded={
+                    "census": record.record.census,
+                    "data_hash_at": record.record.evidence["data_hash_at"],
+                },
                 numerics=training.probes.state(),
             )
         if outcome.status == "diverged":
@@ -280,6 +284,10 @@ def _rewind(record: RunWriter, directory: Path) -> Checkpoint | None:
     )
     _tell(record, problems)
     step = checkpoint.step if checkpoint is not None else 0
+    recorded = checkpoint.facts.get("recorded") if checkpoint is not None else None
+    if recorded and record.record.census is None:  # run.json could not be read
+        hashes = {"data_hash_at": recorded["data_hash_at"]}
+        record.update(census=recorded["census"], evidence={**record.record.evidence, **hashes})
     record.rewind(step)
     if rows:
         again = f"; steps {step + 1} to {len(rows)} are done again" if len(rows) > step else ""

@@ -38,6 +38,7 @@ def save(directory: Path, step: int) -> tuple[Path, dict[str, torch.Tensor], tor
         config_hash="abc",
         rows_sha256="def",
         keep_last=2,
+        recorded={},
     )
     return folder, {name: p.detach() for name, p in model.named_parameters()}, optimizer
 

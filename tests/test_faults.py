@@ -266,6 +266,8 @@ def test_a_completed_run_whose_record_is_damaged_is_made_whole_by_the_same_comma
     assert command("-m", "name=s", "seed=1", "train.checkpoint_every=2") == 0
     after = read_run(path.parent)
     assert after.record.results == before.record.results
+    assert after.record.evidence == before.record.evidence
+    assert after.record.census == before.record.census
     assert "resumed after step 4" in after.record.notices
 
 
