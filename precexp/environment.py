@@ -125,7 +125,8 @@ def describe(device: torch.device, *, attention: str) -> dict[str, object]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "attention": attention,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "allow_tf32": matmul.allow_tf32,
+        "allow_tf32": matmul.allow_tf32,  # in products of fp32 matrices
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,  # in fp32 convolutions
         "allow_fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
         "allow_bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
     }

@@ -25,7 +25,7 @@ class Outcome:
     last: Row | None = None
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    setup_seconds: float | None = None
+    has_row: bool = False  # of this attempt
     first_step_seconds: float | None = None  # of this attempt
     step_seconds: list[float] = field(default_factory=list)  # but for each attempt's first step
 
@@ -36,8 +36,8 @@ class Outcome:
         self.step_seconds += [row.step_seconds for row in rows[1:] if row.step_seconds is not None]
 
     def write(self, row: Row) -> None:
-        if self.setup_seconds is None:
-            self.setup_seconds = time.perf_counter() - self.began - (row.step_seconds or 0.0)
+        if not self.has_row:
+            self.has_row = True
             self.first_step_seconds = row.step_seconds
         elif row.step_seconds is not None:
             self.step_seconds.append(row.step_seconds)
@@ -89,19 +89,23 @@ class Outcome:
             "tokens": self.last.tokens,
         }
 
-    def timing(self) -> dict[str, object]:
+    def timing(self, *, setup_ended: float | None, compiled: bool) -> dict[str, float | None]:
         """Seconds; tokens per second over the steps alone, the first (which warms up) left out.
 
-        Call it when the loop ends: `loop_seconds` is all of it, evaluations and records included.
+        `setup_ended` is time.perf_counter() at the first step's beginning. `compile_seconds` is by
+        how much the first step, which compiles, took longer than the median one. Call it when the
+        loop ends: `loop_seconds` is all of it, evaluations and records included.
         """
         assert self.last is not None
         timed = self.step_seconds
+        first, median = self.first_step_seconds, statistics.median(timed) if timed else None
+        both = first is not None and median is not None
         tokens_per_step = self.last.tokens / self.last.step
         return {
-            "started": self.started,
-            "setup_seconds": self.setup_seconds,
-            "first_step_seconds": self.first_step_seconds,
-            "step_seconds_median": statistics.median(timed) if timed else None,
+            "setup_seconds": None if setup_ended is None else setup_ended - self.began,
+            "first_step_seconds": first,
+            "compile_seconds": first - median if compiled and both else None,
+            "step_seconds_median": median,
             "tokens_per_second": tokens_per_step * len(timed) / sum(timed) if timed else None,
             "loop_seconds": time.perf_counter() - self.loop_began,
             "total_seconds": time.perf_counter() - self.began,

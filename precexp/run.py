@@ -30,6 +30,7 @@ from precexp.config import (
     config_hash,
 )
 from precexp.data import Batches, TokenBlocks, eval_subset, load_blocks
+from precexp.flops import model_flops_per_token, peak_flops_per_second, utilisation
 from precexp.interrupts import Interrupts
 from precexp.memory import ledger
 from precexp.memory.advice import ways_out
@@ -132,11 +133,17 @@ def run(config: RunConfig, *, arm: Arm, directory: Path) -> RunRecord:
             )
 
         record.evidence(data_hash=batches.data_hash)
+        timing = outcome.timing(setup_ended=phase.first_began, compiled=config.model.compile)
+        arithmetic = utilisation(
+            flops_per_token=model_flops_per_token(model, block_size=config.data.block_size),
+            tokens_per_second=timing["tokens_per_second"],
+            peak=peak_flops_per_second(device, precision.forward_dtype),
+        )
         record.update(
             status=outcome.status,
             error=outcome.error,
             results=outcome.results(),
-            timing=outcome.timing(),
+            timing={"started": outcome.started, **timing, **arithmetic},
         )
         if interrupts.asked is not None:  # while the last checkpoint was written
             tracker.finish(record.record)
@@ -369,9 +376,12 @@ class _LastPhase:
     """What is under way: the building of the model, then a phase of the training step."""
 
     name: str = "build"
+    first_began: float | None = None  # time.perf_counter() at the first step's beginning
 
     def begin(self, name: Phase) -> None:
         self.name = name
+        if self.first_began is None:
+            self.first_began = time.perf_counter()
 
 
 @contextmanager

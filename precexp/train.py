@@ -174,6 +174,11 @@ def training_step(
     `on_phase` is told each phase as it begins, `before_update` is called when the gradients are
     unscaled and not yet clipped. Without `host_reads`, as under fake tensors, nothing
     is read from a tensor: the loss scale is unknown and no step is skipped.
+
+    On CUDA nothing here waits for the device but where the loss is scaled: the host has to know
+    whether the gradients overflowed, since it is the host that leaves the optimizer's step out, so
+    the scale is read before and after and GradScaler reads its flag. A scaler that is disabled
+    reads nothing. Some of transformers' models read a mask or positions in their forward.
     """
     loss, logits = accumulate_gradients(model, micro_batches, precision, scaler, on_phase)
     on_phase("step")
@@ -211,7 +216,7 @@ def accumulate_gradients(
 
     def forward_and_backward(batch: Tensor) -> tuple[Tensor, Tensor]:
         on_phase("forward")
-        ids = batch.to(device, non_blocking=True)
+        ids = moved(batch, device)
         with precision.forward_context():
             logits = model(input_ids=ids).logits
             loss = next_token_loss(logits, ids)
@@ -222,6 +227,15 @@ def accumulate_gradients(
     device = next(model.parameters()).device
     losses, logits = zip(*map(forward_and_backward, micro_batches), strict=True)
     return torch.stack(losses).mean(), logits[-1]
+
+
+def moved(ids: Tensor, device: torch.device) -> Tensor:
+    """CPU token ids on the device, without waiting for it.
+
+    A copy from memory that is not pinned waits, `non_blocking` or not. torch gives a pinned block
+    to no one else before the copy from it is done.
+    """
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
 
 
 def next_token_loss(logits: Tensor, ids: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -261,7 +275,7 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     model.eval()
     for start in range(0, len(blocks), batch_size):
-        ids = torch.from_numpy(blocks[start : start + batch_size].astype(np.int64)).to(device)
+        ids = moved(torch.from_numpy(blocks[start : start + batch_size].astype(np.int64)), device)
         with precision.forward_context():
             losses = next_token_loss(model(input_ids=ids).logits, ids, reduction="none")
         total += losses.sum(dtype=torch.float64)

@@ -11,7 +11,7 @@ LAYERS = [
     {"redact"},
     {"config", "record"},
     {"precision", "hub"},
-    {"model", "data", "optim", "environment", "progress", "interrupts"},
+    {"model", "data", "optim", "environment", "flops", "progress", "interrupts"},
     {"numerics"},
     {"train", "checkpoint"},
     {"memory", "tracking", "outcome"},

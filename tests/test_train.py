@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from precexp.config import RunConfig, load
@@ -19,7 +20,9 @@ from precexp.train import (
     clip_gradients,
     evaluate,
     next_token_loss,
+    place,
     train,
+    training_step,
 )
 from tests.test_config import composed
 
@@ -193,6 +196,75 @@ def test_an_eval_loss_that_is_not_finite_is_the_last_row() -> None:
     rows = Trained(micro(), prepare=poison_evaluation).rows
     assert [row.step for row in rows] == [1, 2, 3, 4]
     assert math.isnan(rows[-1].eval_loss or 0.0)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations that on CUDA would make the host wait for the device."""
+
+    WAITS = (
+        torch.ops.aten._local_scalar_dense.default,  # item(), bool(), if
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func in self.WAITS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optim", ["anyprecision", "adamw"])
+@pytest.mark.parametrize("precision", RECIPES)
+def test_only_loss_scaling_reads_a_tensor_in_a_step(precision: str, optim: str) -> None:
+    config = micro(f"precision={precision}", f"optim={optim}", "precision.initial_scale=1")
+    recipe = build_precision(config.precision, device=CPU)
+    model = build_model(config.model, seed=0)
+    recipe.cast_parameters(model)
+    optimizer = build_optimizer(model.parameters(), config.optim, config.train)
+    scaler = recipe.build_scaler()
+    ids = torch.from_numpy(BLOCKS[:2].astype(np.int64))
+    training_step(model, optimizer, [ids], recipe, scaler, max_grad_norm=1.0)  # makes the states
+    with HostReads() as of_the_model, recipe.forward_context():
+        model(input_ids=ids)  # in transformers 5.17 it reads its mask
+    with HostReads() as reads:
+        training_step(model, optimizer, [ids], recipe, scaler, max_grad_norm=1.0)
+    if scaler.is_enabled():
+        assert reads.count > of_the_model.count  # this test would see a read
+    else:
+        assert reads.count == of_the_model.count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optim", ["anyprecision", "adamw"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16_pure"])
+def test_on_a_gpu_no_step_makes_the_host_wait(precision: str, optim: str) -> None:
+    device = torch.device("cuda")
+    config = micro(f"precision={precision}", f"optim={optim}")
+    recipe = build_precision(config.precision, device=device)
+    model = build_model(config.model, seed=0)
+    optimizer = build_optimizer(model.parameters(), config.optim, config.train)
+    place(model, optimizer, recipe, device=device, compiled=False)
+    scaler = recipe.build_scaler()
+    ids = torch.from_numpy(BLOCKS[:2].astype(np.int64))
+
+    def step() -> None:
+        training_step(model, optimizer, [ids, ids], recipe, scaler, max_grad_norm=1.0)
+        optimizer.zero_grad(set_to_none=True)
+
+    step()  # makes the states
+    mode = torch.cuda.set_sync_debug_mode
+    model.register_forward_pre_hook(
+        lambda *_: mode("default")
+    )  # a forward may be transformers' own
+    model.register_forward_hook(lambda *_: mode("error"))
+    mode("error")
+    try:
+        step()
+    finally:
+        mode("default")
 
 
 def test_the_backward_pass_is_outside_autocast() -> None:

@@ -4,24 +4,30 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from precexp.report.build import Report, mean_of, named_arms, timing
-from precexp.report.tables import NOTHING, as_text, markdown_table, plural, short, whole
+from precexp.report.tables import NOTHING, as_text, markdown_table, percent, plural, short, whole
 
 
 def speed_section(report: Report) -> Iterator[str]:
-    """Tokens per second and seconds per step by arm."""
+    """Tokens per second, seconds per step and, where it is known, what part of the peak, by arm."""
+    columns = [
+        ("tokens/s", "tokens_per_second", whole),
+        ("median step, seconds", "step_seconds_median", short),
+    ]
+    if any(timing(run, "model_flop_utilisation") is not None for run in report.runs):
+        columns.append(("of the GPU's peak (MFU)", "model_flop_utilisation", _share))
     yield from markdown_table(
-        ("arm", "tokens/s", "median step, seconds"),
+        ("arm", *(title for title, _, _ in columns)),
         [
-            (
-                name,
-                whole(mean_of(runs, timing, "tokens_per_second")),
-                short(mean_of(runs, timing, "step_seconds_median")),
-            )
+            (name, *(spell(mean_of(runs, timing, key)) for _, key, spell in columns))
             for name, runs in named_arms(report)
         ],
     )
     yield ""
     yield "Means over the runs of an arm; they compare only on one machine with nothing else to do."
+
+
+def _share(value: float | None) -> str:
+    return NOTHING if value is None else percent(value)
 
 
 def environment_section(report: Report) -> Iterator[str]:

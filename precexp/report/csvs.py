@@ -69,6 +69,7 @@ RUN_COLUMNS = (
     "eval_bits_per_byte",
     "tokens_per_second",
     "step_seconds_median",
+    "model_flop_utilisation",
     "weights_bytes_per_param",
     "gradients_bytes_per_param",
     "states_bytes_per_param",
@@ -84,7 +85,7 @@ RUN_COLUMNS = (
     "directory",
 )
 RESULTS = RUN_COLUMNS[7:15]
-TIMINGS = RUN_COLUMNS[15:17]
+TIMINGS = RUN_COLUMNS[15:18]
 
 
 def _run_row(run: ReportedRun, place: Place | None) -> dict[str, Cell]:
@@ -147,6 +148,7 @@ ARM_COLUMNS = (
     "applied_steps_mean",
     "skipped_steps_mean",
     "tokens_per_second_mean",
+    "model_flop_utilisation_mean",
     "total_bytes_per_param",
     "tuned",
     "num_values",
@@ -194,6 +196,7 @@ def _arm_row(arm: ArmResult, group: Group, report: Report) -> dict[str, Cell]:
         "applied_steps_mean": mean_of(runs, result, "applied_steps"),
         "skipped_steps_mean": mean_of(runs, result, "skipped_steps"),
         "tokens_per_second_mean": mean_of(arm.runs, timing, "tokens_per_second"),
+        "model_flop_utilisation_mean": mean_of(arm.runs, timing, "model_flop_utilisation"),
         "total_bytes_per_param": mean_of(arm.runs, bytes_per_param, "total"),
         "tuned": spell_setting(chosen.setting, report.tuned) if chosen else None,
         "num_values": len(arm.tuning.trials) if arm.tuning else None,
