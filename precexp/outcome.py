@@ -99,12 +99,12 @@ class Outcome:
         assert self.last is not None
         timed = self.step_seconds
         first, median = self.first_step_seconds, statistics.median(timed) if timed else None
-        both = first is not None and median is not None
+        beyond = None if first is None or median is None else first - median
         tokens_per_step = self.last.tokens / self.last.step
         return {
             "setup_seconds": None if setup_ended is None else setup_ended - self.began,
             "first_step_seconds": first,
-            "compile_seconds": first - median if compiled and both else None,
+            "compile_seconds": beyond if compiled else None,
             "step_seconds_median": median,
             "tokens_per_second": tokens_per_step * len(timed) / sum(timed) if timed else None,
             "loop_seconds": time.perf_counter() - self.loop_began,

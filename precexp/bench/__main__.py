@@ -30,8 +30,8 @@ class Parser(argparse.ArgumentParser):
         if steps is not None:
             self.add_argument("--steps", type=int, default=steps, help="in each round")
 
-    def takes_device(self) -> None:
-        self.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    def takes_device(self, default: str = "cpu") -> None:
+        self.add_argument("--device", choices=["cpu", "cuda"], default=default)
 
 
 def bench_runner(arguments: Arguments) -> None:
@@ -60,6 +60,19 @@ def bench_trainer(arguments: Arguments) -> None:
         overrides.append(trainer.PRECISIONS)
     planned = [run for _, run in compose_sweep(overrides, multirun=True)]
     trainer.bench(planned, rounds=args.rounds, output=args.output)
+
+
+def bench_startup(arguments: Arguments) -> None:
+    from precexp.bench import startup
+    from precexp.cli import compose
+
+    parser = Parser("startup", output="JSON")
+    parser.takes_overrides()
+    parser.takes_rounds(startup.ROUNDS)
+    args = parser.parse_intermixed_args(arguments)
+    overrides = [*startup.OVERRIDES, *args.overrides]
+    config = compose(overrides).config
+    startup.bench(config, overrides, rounds=args.rounds, output=args.output)
 
 
 def bench_numerics(arguments: Arguments) -> None:
@@ -152,9 +165,35 @@ def bench_rounding(arguments: Arguments) -> None:
     rounding.bench(args.sweep, output=args.output, docs=args.docs)
 
 
+def bench_gpu_check(arguments: Arguments) -> None:
+    from precexp.bench import gpu_check
+    from precexp.cli import compose, compose_sweep
+
+    parser = Parser("gpu-check", output="a folder; default: outputs/reference/<the GPU's name>")
+    parser.takes_overrides()
+    parser.takes_rounds(gpu_check.ROUNDS)
+    parser.takes_device("cuda")
+    parser.add_argument("--shapes", help="of which model the optimizers step; default: by memory")
+    args = parser.parse_intermixed_args(arguments)
+    device = _device(args.device)
+    overrides = [*gpu_check.OVERRIDES, f"device={args.device}", *args.overrides]
+    shapes = args.shapes or gpu_check.shapes_for(device)
+    on_model = [text for text in args.overrides if text.startswith("model.")]
+    completed = gpu_check.bench(
+        [run for _, run in compose_sweep(overrides, multirun=True)],
+        compose([f"model={shapes}", *on_model]),
+        device=device,
+        rounds=args.rounds,
+        output=args.output or gpu_check.folder_of(device),
+    )
+    if not completed:
+        raise SystemExit(1)
+
+
 BENCHMARKS: dict[str, Callable[[Arguments], None]] = {
     "runner": bench_runner,
     "trainer": bench_trainer,
+    "startup": bench_startup,
     "numerics": bench_numerics,
     "numerics-cost": bench_numerics_cost,
     "optimizer": bench_optimizer,
@@ -163,6 +202,7 @@ BENCHMARKS: dict[str, Callable[[Arguments], None]] = {
     "verdicts": bench_verdicts,
     "faults": bench_faults,
     "rounding": bench_rounding,
+    "gpu-check": bench_gpu_check,
 }
 
 

@@ -199,9 +199,11 @@ def _parameters(
     shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device
 ) -> list[nn.Parameter]:
     torch.manual_seed(0)
-    params = [nn.Parameter((torch.randn(shape) * 0.02).to(device, dtype)) for shape in shapes]
+    params = [
+        nn.Parameter((torch.randn(shape, device=device) * 0.02).to(dtype)) for shape in shapes
+    ]
     for param in params:
-        param.grad = (torch.randn(param.shape) * 1e-3).to(device, dtype)
+        param.grad = (torch.randn(param.shape, device=device) * 1e-3).to(dtype)
     return params
 
 
