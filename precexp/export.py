@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from precexp import set_process_defaults
 from precexp.cli import compose
-from precexp.config import RunConfig, UserError, load
+from precexp.config import NOT_HASHED, RunConfig, UserError, as_dict, load
 from precexp.record import RunRecord, read_record
 
 if TYPE_CHECKING:
@@ -175,10 +175,17 @@ def _write_folder(model: "PreTrainedModel", config: RunConfig, output: Path) -> 
 
 
 def _config_of(record: RunRecord, run: Path) -> RunConfig:
+    """Of keys that change no number of a run the defaults: an earlier precexp had fewer of them."""
     from omegaconf import OmegaConf
 
+    recorded, defaults = (
+        OmegaConf.create(record.config),
+        OmegaConf.create(as_dict(compose([]).config)),
+    )
+    for key in NOT_HASHED:
+        OmegaConf.update(recorded, key, OmegaConf.select(defaults, key), merge=False)
     try:
-        return load(OmegaConf.create(record.config))
+        return load(recorded)
     except UserError as error:
         raise UserError(f"{run}: recorded by another precexp ({error})") from None
 

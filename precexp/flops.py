@@ -14,26 +14,21 @@ from transformers import PreTrainedModel
 T = 1e12
 
 # Published peaks without sparsity, in operations per second: of 16-bit matrix products summed in
-# fp32, of TF32 ones, and of fp32 outside the tensor cores. NVIDIA's data sheets of the products,
-# for GeForce and RTX those of the architecture (Ampere GA102 and Ada whitepapers). Sheets that
-# give a figure with sparsity alone are halved. The names are the driver's, and have to be equal:
-# a "Laptop GPU", a "4090 D" and a MIG slice are other devices.
+# fp32, of TF32 ones, and of fp32 outside the tensor cores, from NVIDIA's data sheets of the
+# products. Sheets that give a figure with sparsity alone are halved. GeForce cards are not in it:
+# their published peaks seldom say whether they are summed in fp16, which is twice as fast there.
+# The names are the driver's, and have to be equal: a MIG slice is another device.
 PEAKS: dict[str, tuple[float, float, float]] = {
     "NVIDIA A10": (125 * T, 62.5 * T, 31.2 * T),
-    "NVIDIA A10G": (70 * T, 35 * T, 35 * T),
     "NVIDIA A100-PCIE-40GB": (312 * T, 156 * T, 19.5 * T),
     "NVIDIA A100-SXM4-40GB": (312 * T, 156 * T, 19.5 * T),
     "NVIDIA A100-SXM4-80GB": (312 * T, 156 * T, 19.5 * T),
     "NVIDIA A100 80GB PCIe": (312 * T, 156 * T, 19.5 * T),
-    "NVIDIA GeForce RTX 3090": (71 * T, 35.6 * T, 35.6 * T),
-    "NVIDIA GeForce RTX 4090": (165.2 * T, 82.6 * T, 82.6 * T),
     "NVIDIA H100 80GB HBM3": (989.5 * T, 494.5 * T, 67 * T),
-    "NVIDIA H100 NVL": (835.5 * T, 417.5 * T, 60 * T),
     "NVIDIA H100 PCIe": (756.5 * T, 378 * T, 51 * T),
     "NVIDIA H200": (989.5 * T, 494.5 * T, 67 * T),
     "NVIDIA L4": (121 * T, 60 * T, 30.3 * T),
     "NVIDIA L40S": (362 * T, 183 * T, 91.6 * T),
-    "NVIDIA RTX A6000": (154.8 * T, 77.4 * T, 38.7 * T),
 }
 
 

@@ -1,6 +1,7 @@
 """An exported folder is the run's model, to transformers' own loader."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -95,6 +96,18 @@ def test_a_model_from_a_folder_is_exported_too(tmp_path: Path, cache_dir: Path) 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run/export")
     assert loaded.config.model_type == "gpt2"
     assert loaded.config.use_cache
+
+
+def test_a_run_that_an_earlier_precexp_recorded_is_exported(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    run(tmp_path / "run", cache_dir)
+    path = tmp_path / "run/run.json"
+    record = json.loads(path.read_text())
+    del record["config"]["report"], record["config"]["train"]["probe_every"]
+    del record["own_sha256"]
+    path.write_text(json.dumps(record))
+    assert main([str(tmp_path / "run")]) == 0
 
 
 def test_an_initial_folder_starts_a_run_as_its_config_does(
