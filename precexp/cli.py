@@ -6,12 +6,11 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, partial
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -35,9 +34,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from precexp import __version__, set_process_defaults
 from precexp.config import UserError, arm_of, conf_dir, load
+from precexp.engine import Engine, end_workers, engine_of
 from precexp.launcher import (
     Launcher,
-    Place,
     heeding,
     launching,
     passing_on_signals,
@@ -58,37 +57,6 @@ from precexp.sweep import (
 )
 
 CONFIG_NAME = "config"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plugin:
-    """A launcher that is a package of its own."""
-
-    package: str
-    module: str
-    extra: str  # of pyproject.toml
-    place: Place
-    key: str  # of the number of runs at once
-
-
-# The launchers of Hydra that precexp runs sweeps with (conf/hydra/launcher/).
-PLUGINS = {
-    "basic": None,
-    "joblib": _Plugin(
-        package="hydra-joblib-launcher",
-        module="hydra_plugins.hydra_joblib_launcher",
-        extra="joblib",
-        place="workers",
-        key="hydra.launcher.n_jobs",
-    ),
-    "submitit_local": _Plugin(
-        package="hydra-submitit-launcher",
-        module="hydra_plugins.hydra_submitit_launcher",
-        extra="submitit",
-        place="jobs",
-        key="hydra.sweeper.max_batch_size",
-    ),
-}
 
 
 def entry() -> NoReturn:
@@ -193,18 +161,18 @@ def _run(hydra: Hydra, args: argparse.Namespace) -> int:
 
 def _claim_name(
     hydra: Hydra, config_name: str, overrides: list[str], master: DictConfig, *, is_sweep: bool
-) -> tuple["_Plan", "_Engine | None"]:
+) -> tuple["_Plan", Engine | None]:
     """Checks all that is planned and makes its directory, a new one where it was given no name."""
     if master.name is not None:
         what = _plan(hydra, config_name, overrides, is_sweep=is_sweep)
         preflight(what.planned, what.directory)
-        engine = _engine_of(what) if is_sweep else None
+        engine = engine_of(what.master, what.planned) if is_sweep else None
         what.directory.mkdir(parents=True, exist_ok=True)
         return what, engine
     for name in _timestamps():
         what = _plan(hydra, config_name, [*overrides, f"name={name}"], is_sweep=is_sweep)
         preflight(what.planned, what.directory)
-        engine = _engine_of(what) if is_sweep else None
+        engine = engine_of(what.master, what.planned) if is_sweep else None
         with suppress(FileExistsError):  # begun by another in the same microsecond
             what.directory.mkdir(parents=True)
             return what, engine
@@ -241,88 +209,7 @@ def _timestamps() -> Iterator[str]:
         yield f"{now}-{number}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Engine:
-    """One of Hydra's launchers, and how many runs of a sweep it does at once."""
-
-    place: Place
-    overrides: Sequence[str]  # that hold it to the number
-    environment: Mapping[str, str | None]  # of its jobs' processes
-    log_files: str | None = None  # a pattern: where its jobs print, if not here
-
-
-def _engine_of(what: _Plan) -> _Engine:
-    """Raises UserError for a launcher that is not there, or for more runs at once than GPUs."""
-    chosen = what.master.hydra.runtime.choices["hydra/launcher"]
-    if chosen not in PLUGINS:
-        raise UserError(
-            f"hydra/launcher: {chosen!r} is not one that precexp knows how to share GPUs with; "
-            f"allowed: {', '.join(PLUGINS)}"
-        )
-    plugin = PLUGINS[chosen]
-    if plugin is not None and find_spec(plugin.module) is None:
-        raise UserError(
-            f"hydra/launcher: {chosen} needs {plugin.package}; "
-            f"pip install 'precexp[{plugin.extra}]'"
-        )
-    if plugin is None:
-        return _Engine(place="launcher", overrides=[], environment={})
-    num_at_once = _num_at_once(what, plugin)
-    if plugin.place == "workers" and num_at_once == 1:  # then joblib makes no worker
-        return _Engine(place="launcher", overrides=[f"{plugin.key}=1"], environment={})
-    return _Engine(
-        place=plugin.place,
-        overrides=[f"{plugin.key}={num_at_once}"],
-        environment={
-            "OMP_NUM_THREADS": str(_threads_per_run(num_at_once)),
-            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),  # submitit hides them
-            "TERM": "dumb",  # lines: the bars of runs at the same time would overwrite each other
-        },
-        log_files=_log_files(what.master) if plugin.place == "jobs" else None,
-    )
-
-
-def _num_at_once(what: _Plan, plugin: _Plugin) -> int:
-    """How many of the runs are done at the same time; UserError if that is more than the GPUs."""
-    from precexp import environment  # torch
-
-    asked = OmegaConf.select(what.master, plugin.key)
-    if asked is None:
-        asked = -1
-    if asked == 0:
-        raise UserError(f"{plugin.key}: 0 is not allowed; it must be 1 or more, or -1 for all")
-    num_cores = environment.num_cores()
-    devices = {environment.pick_device(run.config.device).type for run in what.planned}
-    num_gpus = environment.num_gpus() if "cuda" in devices else None
-    if asked == -1:
-        asked = num_cores if num_gpus is None else num_gpus
-    elif asked < 0:
-        asked = max(1, num_cores + 1 + asked)  # as joblib reads it
-    batch = what.master.hydra.sweeper.get("max_batch_size") or asked
-    num_at_once = min(asked, batch, len(what.planned))
-    if num_gpus is not None and num_at_once > num_gpus:
-        raise UserError(
-            f"{plugin.key}: {num_at_once} runs at once would share {num_gpus} GPU"
-            f"{'s' if num_gpus > 1 else ''}; allowed: up to {num_gpus}, or device=cpu"
-        )
-    return num_at_once
-
-
-def _threads_per_run(num_at_once: int) -> int:
-    """Each run's share of the cores, or what the user says if that is less."""
-    from precexp.environment import num_cores
-
-    share = max(1, num_cores() // num_at_once)
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return min(share, int(given)) if given.isdecimal() and int(given) else share
-
-
-def _log_files(master: DictConfig) -> str:
-    folder = str(OmegaConf.select(master, "hydra.launcher.submitit_folder"))
-    return f"{folder.replace('%j', '*')}/*_log.*"
-
-
-def _run_sweep(hydra: Hydra, config_name: str, what: _Plan, engine: _Engine) -> int:
+def _run_sweep(hydra: Hydra, config_name: str, what: _Plan, engine: Engine) -> int:
     directory, planned = what.directory, what.planned
 
     def settle(alone: bool) -> None:
@@ -341,7 +228,7 @@ def _run_sweep(hydra: Hydra, config_name: str, what: _Plan, engine: _Engine) -> 
             if engine.place != "launcher":
                 stack.enter_context(passing_on_signals(launcher))
             if engine.place == "workers":
-                stack.callback(_end_workers)
+                stack.callback(end_workers)
             hydra.multirun(config_name, job, overrides, with_log_configuration=False)
 
     with launching(
@@ -352,13 +239,6 @@ def _run_sweep(hydra: Hydra, config_name: str, what: _Plan, engine: _Engine) -> 
         finally:
             exit_code = finish(directory, planned[0].config.report)
     return exit_code
-
-
-def _end_workers() -> None:
-    """Of joblib, which would keep them for five minutes, in case they are of use."""
-    from joblib.externals.loky import get_reusable_executor
-
-    get_reusable_executor().shutdown(wait=True)
 
 
 def _job(composed: DictConfig, launcher: Launcher | None = None) -> int:

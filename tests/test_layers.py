@@ -18,6 +18,7 @@ LAYERS = [
     {"run"},
     {"launcher"},
     {"sweep"},
+    {"engine"},
     {"cli"},
     {"bench", "plan", "export", "comparison", "workspace", "dashboard", "__main__"},
 ]

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -509,7 +510,7 @@ def test_a_run_of_one_step_is_measured_and_planned_with_its_optimizer_states(
         [*bench.BASE, "precision=fp32", "train.max_steps=1", "train.eval_batches=1",
          "wandb.mode=disabled", f"data.cache_dir={tmp_path}/cache"]
     )  # fmt: skip
-    memory = running.run(planned.config, arm=planned.arm, directory=tmp_path / "run").memory
+    memory: Any = running.run(planned.config, arm=planned.arm, directory=tmp_path / "run").memory
     expected, measured = memory["planned"], memory["measured"]
     count = expected["num_parameters"]
     assert expected["categories"]["optimizer_state"] == 8 * count  # at the peak
