@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from precexp import cli, environment
+from precexp import cli, engine, environment
 from precexp.cli import compose_sweep
 from precexp.record import RecordError, read_run
 from precexp.sweep import PlannedRun, check_plan, subdirectory, write_plan
@@ -116,7 +116,7 @@ def start(tmp_path: Path, cache_dir: Path, *arguments: str) -> subprocess.Popen[
     return subprocess.Popen(
         [sys.executable, "-m", "precexp", "-m", *MICRO, f"data.cache_dir={cache_dir}", *arguments],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(engine.__file__).parent.parent)},
     )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def test_a_launcher_that_is_not_installed_names_its_extra(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    monkeypatch.setattr(engine, "find_spec", lambda _: None)
     assert command("-m", "name=s", "seed=1,2", "hydra/launcher=joblib") == 2
     assert capsys.readouterr().err == (
         "precexp: hydra/launcher: joblib needs hydra-joblib-launcher; "
