@@ -18,6 +18,7 @@ from precexp.report import Report
 from precexp.report.build import ArmResult, Group
 from precexp.report.csvs import ARM_COLUMNS, RUN_COLUMNS, Cell, arm_rows, run_rows
 from precexp.report.curves import Floats, Steps, difference_band
+from precexp.report.read import ReportedRun
 from precexp.report.tables import verdict_of
 from precexp.tracking import wandb_ids
 
@@ -48,14 +49,15 @@ class Comparison:
     directory: Path  # of the report's files, and of wandb's
     run_id: str  # of the comparison run; the same for the same sweeps of the same project
     sweeps: Sequence[str]  # their names, which are the groups of their runs in wandb
-    arm_of: Mapping[str, str]  # id of a wandb run: its arm's label
-    num_untracked: int  # runs that wandb has nothing of
+    arm_of: Mapping[str, str]  # id of a wandb run that is shown: its arm's label
+    num_untracked: int  # runs to be shown that wandb has nothing of
     series: Sequence[Series]
 
 
 def compare(report: Report, directory: Path, *, project: str) -> Comparison:
     """The report as it will be shown in the project."""
-    ids = [(run, wandb_ids(run.directory)) for run in report.runs if run.record is not None]
+    shown = _judged(report) if report.tuned else report.runs
+    ids = [(run, wandb_ids(run.directory)) for run in shown if run.record is not None]
     names = [str(run.record.config.get("name")) for run in report.runs if run.record is not None]
     sweeps = list(dict.fromkeys(names)) or [report.directories[0].resolve().name]
     return Comparison(
@@ -67,6 +69,11 @@ def compare(report: Report, directory: Path, *, project: str) -> Comparison:
         num_untracked=sum(not found for _, found in ids),
         series=list(_series(report)),
     )
+
+
+def _judged(report: Report) -> list[ReportedRun]:
+    """The runs that a tuned report compares: an arm's mean is not one over all that it tried."""
+    return [run for group in report.groups for arm in group.arms for run in arm.judged]
 
 
 def name_in(group: Group, label: str) -> str:

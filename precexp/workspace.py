@@ -90,9 +90,11 @@ def _runset(comparison: Comparison) -> ws.RunsetSettings:
     paths: dict[object, object] = {"comparison": COMPARISON_COLOUR, **colours}
     if several:
         paths = {
-            ws.GroupPath(group.match_key, arm.label): colours[arm.label]
+            ws.GroupPath(run.record.match_key, arm.label): colours[arm.label]
             for group in report.groups
             for arm in group.arms
+            for run in arm.judged
+            if run.record is not None
         }
     by_arm = expr.Metric("JobType")
     return ws.RunsetSettings(

@@ -33,6 +33,7 @@ from tests.wandb_server import KEY, WandbServer, clean_wandb, only, records_of, 
 
 FP32, PURE = "fp32-anyprecision", "bf16_pure-anyprecision"
 LOSSES = MappingProxyType({(FP32, 1): 3.0, (FP32, 2): 3.1, (PURE, 1): 3.001, (PURE, 2): 3.102})
+CONFIG = WandbConfig(mode="offline", project="precexp", entity=None, tags=())
 
 
 def write_runs(sweep: Path, *, losses: Mapping[tuple[str, int], float] = LOSSES) -> None:
@@ -163,8 +164,7 @@ def read_back(text: str) -> ws.Workspace:
 def view_of(sweep: Path) -> str:
     report = build_report([sweep], reference=None, margin=0.01)
     comparison = compare(report, sweep / "report", project="precexp")
-    config = WandbConfig(mode="offline", project="precexp", entity=None, tags=())
-    return write_workspace(build_workspace(comparison, config, entity="somebody"))
+    return write_workspace(build_workspace(comparison, CONFIG, entity="somebody"))
 
 
 def sections_of(spec: dict) -> dict[str, list[dict]]:
@@ -274,6 +274,27 @@ def test_runs_that_do_not_match_are_not_averaged(tmp_path: Path) -> None:
     paths = read_back(text).runset_settings.group_colors
     assert len(paths) == 2
     assert set(paths.values()) == {COLOURS[0]}, "one arm, one colour"
+
+
+def test_of_tuned_arms_the_runs_that_are_compared_are_shown(tmp_path: Path) -> None:
+    sweep = tmp_path / "tuned"
+    losses = {(FP32, 1e-3): 3.0, (FP32, 2e-3): 4.0, (PURE, 1e-3): 4.0, (PURE, 2e-3): 3.0}
+    for i, ((label, lr), loss) in enumerate(losses.items()):
+        for seed in (1, 2, 3):
+            precision, overrides = label.split("-")[0], {"train.lr": lr}
+            run = FakeRun(precision=precision, seed=seed, loss=loss, overrides=overrides)
+            (run.write(sweep) / "wandb" / f"offline-run-20260101_000000-{i}{seed}").mkdir(
+                parents=True
+            )
+    report = build_report([sweep], reference=None, margin=0.005, tuned=("train.lr",))
+    comparison = compare(report, sweep / "report", project="precexp")
+    assert comparison.arm_of == {"02": FP32, "03": FP32, "32": PURE, "33": PURE}
+    settings = build_workspace(comparison, CONFIG, entity="").runset_settings
+    assert settings.group_colors == {
+        FP32: COLOURS[0],
+        PURE: COLOURS[1],
+        "comparison": "#999999",
+    }
 
 
 def test_any_name_of_a_directory_makes_a_view(tmp_path: Path) -> None:
