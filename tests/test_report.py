@@ -60,6 +60,7 @@ class FakeRun:
     overrides: dict[str, object] = field(default_factory=dict)
     record: dict[str, object] = field(default_factory=dict)  # keys of run.json to set
     probes: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
+    lr: dict[int, float] = field(default_factory=dict)  # by step
 
     @cached_property
     def config(self) -> RunConfig:
@@ -99,7 +100,7 @@ class FakeRun:
             loss=loss,
             eval_loss=loss,
             grad_norm=1.0,
-            lr=1e-3,
+            lr=self.lr.get(step, 1e-3),
             loss_scale=None,
             skipped=False,
             step_seconds=0.1,

@@ -37,6 +37,7 @@ def curve_of(*eval_losses: float, seconds: float = 1.0, tokens: int = 100) -> Cu
         loss=np.full(count, 5.0),
         eval_loss=np.array(eval_losses),
         grad_norm=np.ones(count),
+        lr=np.full(count, 1e-3),
         loss_scale=np.full(count, math.nan),
         skipped=np.zeros(count, dtype=np.bool_),
         probes={},

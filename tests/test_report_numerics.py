@@ -1,7 +1,7 @@
 """The numerics section: sentences that follow from probes by rules, warnings, panels, the CSV."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -53,6 +53,7 @@ def probed(
     precision: str = "bf16_pure",
     optim: str = "anyprecision",
     overrides: dict[str, object] | None = None,
+    rates: Sequence[float] = (),
 ) -> ArmProbes:
     """The one arm of a sweep whose run has these probes at steps 1, 2, ..."""
     run = FakeRun(
@@ -61,6 +62,7 @@ def probed(
         overrides=overrides or {},
         steps=tuple(range(1, len(rows) + 1)),
         probes=dict(enumerate(rows, start=1)),
+        lr=dict(enumerate(rates, start=1)),
     )
     write_sweep(directory, run)
     (found,) = probed_arms(report_on(directory))
@@ -114,6 +116,40 @@ def test_the_step_from_which_decay_is_lost_is_the_first_of_the_rest(tmp_path: Pa
     (sentence,) = sentences(found)
     assert "from step 3 on:" in sentence
     assert "stochastic_rounding=auto" in sentence  # with Kahan and the decay inside
+
+
+@pytest.mark.parametrize(
+    ("kept", "rates", "level"),
+    [
+        ([1.0, 0.0], [1e-3, 1e-5], 1.0),  # the schedule's end, where next to nothing is asked
+        ([1.0, 0.0], [1e-5, 1e-3], 0.0),
+        ([1.0, 0.0, 0.2, 0.9], [1e-3, 1e-3, 1e-3, 1e-3], 0.55),
+        ([1.0, 0.0], [0.0, 0.0], 0.5),  # no step moves
+    ],
+)
+def test_decay_counts_by_the_learning_rate_of_its_step(
+    kept: list[float], rates: list[float], level: float, tmp_path: Path
+) -> None:
+    rows = [probes_of(decay_kept=value, moved=value) for value in kept]
+    found = probed(tmp_path, *rows, rates=rates)
+    assert found.level("decay_kept") == level
+    assert found.level("moved") == np.median(kept)
+
+
+def test_noise_where_the_learning_rate_is_small_is_no_noise_of_the_decay(tmp_path: Path) -> None:
+    kept = [0.6, 0.61, 0.6, 0.61, 0.6, 2.0, -2.0]
+    rows = [probes_of(decay_kept=value) for value in kept]
+    assert codes(probed(tmp_path / "even", *rows)) == []
+    rates = [1e-3] * 5 + [1e-6] * 2
+    assert codes(probed(tmp_path / "falling", *rows, rates=rates)) == ["decay_lost"]
+
+
+def test_decay_lost_of_float32_weights_names_their_threshold(tmp_path: Path) -> None:
+    rate: dict[str, object] = {"train.lr": 1e-7, "train.weight_decay": 0.1}
+    rows = [probes_of(decay_kept=0.0)] * 4
+    found = probed(tmp_path, *rows, precision="fp32", overrides=rate)
+    (sentence,) = sentences(found)
+    assert sentence.endswith("below 2^-25 = 3e-08; use a larger lr or weight_decay.")
 
 
 def test_noise_of_the_kept_decay_is_no_loss(tmp_path: Path) -> None:

@@ -243,6 +243,16 @@ def test_links_lead_from_the_report_to_the_runs(tmp_path: Path) -> None:
     assert (output / link).resolve() == place / "run.json"
 
 
+def test_tiny_differences_leave_room_for_the_verdict_in_80_columns(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        FakeRun(precision="bf16_mixed", seed=seed, loss=6.4449 + seed * 1e-5).write(tmp_path)
+        loss = 6.44495 + seed * 1.1e-5
+        FakeRun(precision="bf16_pure", seed=seed, loss=loss).write(tmp_path)
+    text = printed(tmp_path, width=80)
+    assert "equivalent" in text
+    assert "…" not in text
+
+
 def test_the_terminal_report_is_plain_in_80_columns(tmp_path: Path) -> None:
     troubled_sweep(tmp_path)
     text = printed(tmp_path, width=80)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from precexp.report.build import Report, named_arms
 from precexp.report.probes import (
-    HALF_ULP,
+    HALF_ULPS,
     KINDS,
     LATE,
     LEAST_DECAY,
@@ -42,11 +42,11 @@ LEVELS = (  # of the table: words, probe, kind, whether it is a share
 )
 RULES = (
     "Numbers are means over the seeds, and medians over the probed steps (of the variance: over "
-    f"the last {percent(LATE)} of them). Flagged is an arm that keeps less than "
-    f"{percent(LEAST_DECAY)} or more than {percent(MOST_DECAY)} of its decay, whose variance is "
-    f"below {LEAST_VARIANCE:g} or above {MOST_VARIANCE:g} times its fp32 shadow, that keeps less "
-    f"than {percent(LEAST_UPDATE)} of an update (with the compensation, where there is one), in "
-    "any kind of parameters, or that loses more than "
+    f"the last {percent(LATE)} of them; of the decay: weighted by lr). Flagged is an arm that "
+    f"keeps less than {percent(LEAST_DECAY)} or more than {percent(MOST_DECAY)} of its decay, "
+    f"whose variance is below {LEAST_VARIANCE:g} or above {MOST_VARIANCE:g} times its fp32 shadow, "
+    f"that keeps less than {percent(LEAST_UPDATE)} of an update (with the compensation, where "
+    "there is one), in any kind of parameters, or that loses more than "
     f"{percent(MOST_UNDERFLOW)} of its gradients to underflow. Of decay and updates, the "
     "median has to be beyond the threshold by twice its standard error, from the noise between "
     "probed steps."
@@ -135,18 +135,21 @@ def _decay(found: ArmProbes) -> Finding | None:
             claim=f"The decay came to {short(kept)} times what was asked",
             remedy=_decay_remedy(found),
         )
-    side = "below" if rate < HALF_ULP else "not below"
+    power = HALF_ULPS.get(str(found.value("precision", "param_dtype")), HALF_ULPS["bfloat16"])
+    side = "below" if rate < 2.0**power else "not below"
     return Finding(
         code="decay_lost",
         claim=(
             f"{percent(max(kept, 0.0))} of the decay reached the weights{_since(found)}: "
-            f"lr x weight_decay = {rate:.2g} at most, {side} 2^-9 = {HALF_ULP:.2g}"
+            f"lr x weight_decay = {rate:.2g} at most, {side} 2^{power} = {2.0**power:.2g}"
         ),
         remedy=_decay_remedy(found),
     )
 
 
 def _decay_remedy(found: ArmProbes) -> str:
+    if found.value("precision", "param_dtype") == "float32":
+        return "use a larger lr or weight_decay"
     if not found.value("optim", "use_kahan_summation"):
         return "use Kahan summation (precision=bf16_pure with optim=anyprecision)"
     outside = found.value("optim", "decay") == "outside"

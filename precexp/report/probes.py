@@ -13,7 +13,9 @@ from precexp.report.read import ReportedRun, block, number
 
 # Parameter kinds in the order in which they are drawn: `all` lies on top.
 KINDS = ("embedding", "attention", "mlp", "bias", "norm", "all")
-HALF_ULP = 2.0**-9  # of a bf16 weight, at most, as a share of it
+# Of a weight, at most, as a share of it: a power of two, by the dtype that is stored.
+HALF_ULPS = {"bfloat16": -9, "float16": -12, "float32": -25}
+HALF_ULP = 2.0 ** HALF_ULPS["bfloat16"]
 # What a number may be without a word about it. A healthy arm is well inside: a bf16 variance that
 # is rounded stochastically is within 0.97 and 1.03, a decay inside the compensation within 0.98 and
 # 1.02 (docs/numerics.md).
@@ -121,9 +123,13 @@ class ArmProbes:
         return {key: band for key, band in bands.items() if len(band.step)}
 
     def level(self, probe: str, kind: str = "all") -> float | None:
-        """The median over the steps; None if it was not measured."""
+        """The median over the steps; None if it was not measured.
+
+        A step's decay counts by its learning rate: where that goes to zero, next to nothing was
+        asked.
+        """
         values = self._values(probe, kind)
-        return float(np.median(values)) if len(values) else None
+        return _weighted_median(values, self._weights(probe, kind)) if len(values) else None
 
     def late(self, probe: str, kind: str = "all") -> float | None:
         """The median over the last quarter of the steps; None if it was not measured."""
@@ -139,14 +145,26 @@ class ArmProbes:
         values = self._values(probe, kind, late=late)
         if len(values) < 3:
             return 0.0
-        noise = float(np.std(np.diff(values))) / math.sqrt(2)
-        return 2 * 1.25 * noise / math.sqrt(len(values))
+        weights = self._weights(probe, kind)[-len(values) :]
+        changes, count = np.diff(values), np.minimum(weights[1:], weights[:-1])
+        trend = np.average(changes, weights=count)
+        noise = math.sqrt(np.average((changes - trend) ** 2, weights=count) / 2)
+        num_steps = weights.sum() ** 2 / np.square(weights).sum()  # of equal weight
+        return 2 * 1.25 * noise / math.sqrt(num_steps)
 
     def _values(self, probe: str, kind: str, *, late: bool = False) -> Floats:
         band = self.bands.get((probe, kind))
         if band is None:
             return np.empty(0)
         return band.mean[band.step >= band.step[-1] * (1 - LATE)] if late else band.mean
+
+    def _weights(self, probe: str, kind: str) -> Floats:
+        """How much each of the steps counts in `level`."""
+        steps = self.bands[probe, kind].step
+        curve = next(run.curve for run in self.runs if run.curve is not None)
+        lr = curve.lr[np.searchsorted(curve.step, steps)]
+        told = np.isfinite(lr).all() and np.minimum(lr[1:], lr[:-1]).any()
+        return lr if probe == "decay_kept" and told else np.ones(len(steps))
 
     def total(self, probe: str, kind: str = "") -> float:
         """The sum over the probed steps, of a count; 0 where it was not measured."""
@@ -162,6 +180,16 @@ class ArmProbes:
         """A number of the config's `train` block; 0 where there is none."""
         config = next((run.record.config for run in self.runs if run.record is not None), {})
         return number(block(config, "train"), key) or 0.0
+
+
+def _weighted_median(values: Floats, weights: Floats) -> float:
+    """The mean of the least and greatest value with half of the weight, or less, on either side."""
+    order = np.argsort(values)
+    ordered, below = values[order], np.cumsum(weights[order])
+    half = below[-1] / 2
+    slack = 1e-9 * half  # sums are rounded
+    least, greatest = np.searchsorted(below, (half - slack, half + slack))
+    return float((ordered[least] + ordered[greatest]) / 2)
 
 
 def probed_arms(report: Report) -> list[ArmProbes]:

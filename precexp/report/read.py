@@ -47,6 +47,7 @@ class Curve:
     loss: NDArray[np.float64]  # nats per token, as is eval_loss
     eval_loss: NDArray[np.float64]
     grad_norm: NDArray[np.float64]
+    lr: NDArray[np.float64]
     loss_scale: NDArray[np.float64]
     skipped: NDArray[np.bool_]
     probes: Mapping[str, Points]  # by `probe/kind`
@@ -226,6 +227,7 @@ def _curve(rows: Sequence[Row]) -> Curve:
         loss=_column([row.loss for row in rows]),
         eval_loss=_column([row.eval_loss for row in rows]),
         grad_norm=_column([row.grad_norm for row in rows]),
+        lr=_column([row.lr for row in rows]),
         loss_scale=_column([row.loss_scale for row in rows]),
         skipped=np.array([bool(row.skipped) for row in rows], dtype=np.bool_),
         probes=_probes(rows),

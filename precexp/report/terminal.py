@@ -80,7 +80,8 @@ def _numbers(arm: ArmResult, group: Group) -> Sequence[str | Text]:
         difference = fixed(against.difference, sign=True)
         if against.ci_low is not None:
             low, high = fixed(against.ci_low, 3, sign=True), fixed(against.ci_high, 3, sign=True)
-            difference += f"\n[{low}, {high}]"
+            interval = f"[{low}, {high}]"
+            difference += "\n" + "\n".join(textwrap.wrap(interval, 16))  # 80 columns have no more
     verdict = verdict_of(arm, group) or NOTHING
     seeds = str(arm.num_seeds) + (f"\n+{len(arm.diverged)} div." if arm.diverged else "")
     loss = fixed(arm.loss_mean) + (f"\n±{fixed(arm.loss_std)}" if arm.loss_std is not None else "")
