@@ -387,7 +387,7 @@ def test_the_experiment_gives_every_arm_the_same_grid_and_seeds() -> None:
     assert list(grids) == ["fp32", "bf16_mixed", "bf16_pure", "bf16_plain"]  # the quickstart's
     for grid in grids.values():
         assert grid == grids["fp32"]
-        assert len(grid) == 24
+        assert len(grid) == 18
 
 
 def test_a_tuned_sweep_ends_with_its_report(
