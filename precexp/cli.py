@@ -58,6 +58,10 @@ from precexp.sweep import (
 
 CONFIG_NAME = "config"
 
+# Its plugins' own schemas check our presets of the same names; Hydra wants that said in YAML. Here,
+# because a launcher's workers compose, too, before they call anything of ours.
+warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/.* is validated against")
+
 
 def entry() -> NoReturn:
     """The console script."""
@@ -123,8 +127,6 @@ def compose_sweep(
 
 def _create_hydra(config_dir: str | None) -> Hydra:
     """Hydra over our conf/ and, before it, the user's --config-dir."""
-    # Its plugins' own schemas check our presets of the same names; Hydra wants that said in YAML.
-    warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/.* is validated against")
     search_path = create_config_search_path(str(conf_dir().resolve()))
     if config_dir is not None:
         if not Path(config_dir).is_dir():

@@ -59,6 +59,7 @@ def test_runs_at_once_end_as_runs_in_a_row_do(
     assert statuses_of(sweep) == {1: "completed", 2: "failed", 3: "completed"}
     assert f"precexp: {os.path.relpath(blocked.directory)}: OSError" in said.err
     assert "2 of 3 runs completed." in said.out
+    assert "deprecated" not in said.err  # in Hydra, which warns of our presets in each worker
     share = max(1, environment.num_cores() // min(3, environment.num_cores()))
     threads = {read_run(p.parent).record.environment["threads"] for p in sweep.rglob("run.json")}
     assert threads == {share}
