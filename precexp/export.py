@@ -105,9 +105,11 @@ def export_initial(overrides: Sequence[str], output: Path) -> tuple[RunConfig, s
 def export(run: Path, output: Path, *, dtype: Dtype) -> int:
     """Writes the folder; returns the step that the model is of.
 
-    Raises UserError for a run that is not there or has no whole checkpoint, and for a folder that
+    Raises UserError for a run that is not there, is a sweep or has no whole checkpoint, and for a folder that
     is not empty.
     """
+    if (run / "sweep.json").exists():
+        raise UserError(f"{run}: a sweep; give the directory of one of its runs")
     record = read_record(run / "run.json")
     _require_free(output)
     config = _config_of(record, run)

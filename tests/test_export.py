@@ -190,7 +190,10 @@ def test_mistakes_are_one_line(
     run(tmp_path / "run", cache_dir, "train.checkpoint_every=null")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").touch()
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/sweep.json").touch()
     for arguments, words in (
+        ([str(tmp_path / "sweep")], "sweep: a sweep; give the directory of one of its runs"),
         ([str(tmp_path / "nowhere")], "run.json: not found"),
         ([str(tmp_path / "run")], "no whole checkpoint in it to export; run with train.checkpoint"),
         ([str(tmp_path / "run"), f"--output={tmp_path / 'taken'}"], "taken exists already"),

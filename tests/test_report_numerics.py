@@ -112,10 +112,13 @@ def test_decay_that_is_lost_is_told_with_its_threshold_and_remedy(tmp_path: Path
 
 def test_the_step_from_which_decay_is_lost_is_the_first_of_the_rest(tmp_path: Path) -> None:
     kept = [0.0, 0.9, 0.1, 0.0, 0.0, 0.0, 0.0]
-    found = probed(tmp_path, *(probes_of(decay_kept=value) for value in kept))
-    (sentence,) = sentences(found)
+    overrides: dict[str, object] = {"optim.stochastic_rounding": False}
+    rows = [probes_of(decay_kept=value) for value in kept]
+    (sentence,) = sentences(probed(tmp_path / "nearest", *rows, overrides=overrides))
     assert "from step 3 on:" in sentence
     assert "stochastic_rounding=auto" in sentence  # with Kahan and the decay inside
+    (sentence,) = sentences(probed(tmp_path / "stochastic", *rows))
+    assert sentence.endswith("; use a larger lr or weight_decay.")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ RULES = (
     "median has to be beyond the threshold by twice its standard error, from the noise between "
     "probed steps."
 )
+_MORE_DECAY = "use a larger lr or weight_decay"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +150,15 @@ def _decay(found: ArmProbes) -> Finding | None:
 
 def _decay_remedy(found: ArmProbes) -> str:
     if found.value("precision", "param_dtype") == "float32":
-        return "use a larger lr or weight_decay"
+        return _MORE_DECAY
     if not found.value("optim", "use_kahan_summation"):
         return "use Kahan summation (precision=bf16_pure with optim=anyprecision)"
     outside = found.value("optim", "decay") == "outside"
     if outside or found.value("optim", "mode") == "published":
         return "use decay inside the compensation (optim=anyprecision with optim.decay=inside)"
-    return "round the compensation stochastically (optim.stochastic_rounding=auto)"
+    if found.value("optim", "stochastic_rounding") is False:
+        return "round the compensation stochastically (optim.stochastic_rounding=auto)"
+    return _MORE_DECAY
 
 
 def _since(found: ArmProbes) -> str:
