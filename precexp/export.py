@@ -105,8 +105,8 @@ def export_initial(overrides: Sequence[str], output: Path) -> tuple[RunConfig, s
 def export(run: Path, output: Path, *, dtype: Dtype) -> int:
     """Writes the folder; returns the step that the model is of.
 
-    Raises UserError for a run that is not there, is a sweep or has no whole checkpoint, and for a folder that
-    is not empty.
+    Raises UserError for a run that is not there, is a sweep or has no whole checkpoint, and for a
+    folder that is not empty.
     """
     if (run / "sweep.json").exists():
         raise UserError(f"{run}: a sweep; give the directory of one of its runs")

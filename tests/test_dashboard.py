@@ -281,8 +281,9 @@ def test_of_tuned_arms_the_runs_that_are_compared_are_shown(tmp_path: Path) -> N
     losses = {(FP32, 1e-3): 3.0, (FP32, 2e-3): 4.0, (PURE, 1e-3): 4.0, (PURE, 2e-3): 3.0}
     for i, ((label, lr), loss) in enumerate(losses.items()):
         for seed in (1, 2, 3):
-            precision, overrides = label.split("-")[0], {"train.lr": lr}
-            run = FakeRun(precision=precision, seed=seed, loss=loss, overrides=overrides)
+            run = FakeRun(
+                precision=label.split("-")[0], seed=seed, loss=loss, overrides={"train.lr": lr}
+            )
             (run.write(sweep) / "wandb" / f"offline-run-20260101_000000-{i}{seed}").mkdir(
                 parents=True
             )
