@@ -186,14 +186,16 @@ def test_there_is_no_formula_for_other_models(tmp_path: Path) -> None:
     assert plan(compose(saved(small, tmp_path)).config, device="cuda").closed_form_bytes is None
 
 
-def test_a_model_that_reads_its_tensors_cannot_be_planned(tmp_path: Path) -> None:
-    reads = OPTConfig(
-        hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=99,
-        word_embed_proj_dim=32, layerdrop=0.5,
-    )  # fmt: skip
-    config = compose([*saved(reads, tmp_path), "model.dropout=0.1"]).config
-    with pytest.raises(UserError, match=r"_local_scalar_dense.*modeling_opt\.py, line \d+"):
-        plan(config, device="cuda")
+def test_a_model_that_drops_layers_is_planned_with_all_of_them(tmp_path: Path) -> None:
+    peaks = {}
+    for layerdrop in (0.0, 0.5):
+        architecture = OPTConfig(
+            hidden_size=32, ffn_dim=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=99,
+            word_embed_proj_dim=32, layerdrop=layerdrop,
+        )  # fmt: skip
+        options = saved(architecture, tmp_path / str(layerdrop))
+        peaks[layerdrop] = plan(compose([*options, "model.dropout=0.1"]).config, device="cuda")
+    assert peaks[0.5].phases == peaks[0.0].phases
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,7 @@ def _operations_of(device: DeviceType) -> Iterator[None]:
                 transformers.masking_utils, "find_packed_sequence_indices", lambda *_, **__: None
             )
         )
+        stack.enter_context(_replaced(torch, "rand", _rand_that_drops_no_layer(torch.rand)))
         if device == "cuda":
             stack.enter_context(_replaced(F, "dropout", _native_dropout))
             stack.enter_context(
@@ -231,6 +232,17 @@ def _replaced(module: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, before)
+
+
+def _rand_that_drops_no_layer(rand: Any) -> Any:
+    """With layerdrop (OPT of transformers 5.17: without, too) the host draws a number per layer and
+    looks at it. All layers at work take the most memory."""
+
+    def draw(*size: Any, **options: Any) -> Any:
+        is_number = len(size) == 1 and isinstance(size[0], list | tuple) and not size[0]
+        return 1.0 if is_number else rand(*size, **options)
+
+    return draw
 
 
 def _native_dropout(
