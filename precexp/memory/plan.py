@@ -206,12 +206,14 @@ def _operations_of(device: DeviceType) -> Iterator[None]:
     """Makes the operations on fake CPU tensors keep what those of the device keep."""
     with ExitStack() as stack:
         # Fake tensors look like torch.compile to transformers, which then masks for packed
-        # sequences; there are none.
-        stack.enter_context(
-            _replaced(
-                transformers.masking_utils, "find_packed_sequence_indices", lambda *_, **__: None
-            )
-        )
+        # sequences and for padding; there are none.
+        masking = transformers.masking_utils
+        needs_no_mask = masking._ignore_causal_mask_sdpa
+        for name, value in (
+            ("find_packed_sequence_indices", lambda *_, **__: None),
+            ("_ignore_causal_mask_sdpa", lambda _, *a, **k: needs_no_mask(None, *a, **k)),
+        ):
+            stack.enter_context(_replaced(masking, name, value))
         stack.enter_context(_replaced(torch, "rand", _rand_that_drops_no_layer(torch.rand)))
         if device == "cuda":
             stack.enter_context(_replaced(F, "dropout", _native_dropout))
